@@ -27,6 +27,7 @@ COMPUTE = {
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",
     "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",
+    "generate": "have workers sample a setup file's training data with given weights: rows with rewards, for SFT",
     "chat": "ask a checkpoint something, and read its answer",
     "replay": "train again from the archived groups of a run, with other settings or the same",
 }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 from loguru import logger
 
@@ -25,6 +26,28 @@ PATIENCE_S = 1800.0  # without one answered problem
 SAY_EVERY_S = 5.0
 WAKE_S = 0.5
 _WORDS: Final = {"eval": "evaluation", "generate": "generation"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Asks for completions of a problem: what a plan of `generate` yields.
+
+    Attributes:
+        problem: place of its row in the dataset.
+        samples: how many.
+        prefix_ids: tokens that each of them begins with.
+        sampling: as `Job.sampling` has it. Without `max_tokens`, prefix and continuation are together as long as the
+            setup file lets completions be.
+    """
+
+    problem: int
+    samples: int = 1
+    prefix_ids: tuple[int, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+Plan: TypeAlias = Generator[Sequence[Request], Sequence[RolloutGroup | None], None]
+"""Yields waves of requests, and is sent their groups, each in the place of its request; None: it has failed."""
 
 
 class Asking:

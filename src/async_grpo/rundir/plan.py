@@ -19,6 +19,14 @@ class TRLCall:
     directory: str
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What `generate` samples, and where its rows go."""
+
+    out: Path  # a folder, absolute
+    samples: int | None = None  # of each problem; None: the setup file's num_generations
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """What a command line decides about a run: the settings as they were given, and what they came to here."""
@@ -29,6 +37,7 @@ class RunPlan:
     launch: LaunchSettings = field(default_factory=LaunchSettings)
     trl: TRLCall | None = None  # what the setup file was written for
     models: tuple[str, ...] = ()  # to evaluate, the first against the second where there are two; trains nothing then
+    rows: SampledRows | None = None  # to sample with the only one of `models`
     master_device: str = CPU  # or the index of the server's GPU
     worker_devices: tuple[str, ...] = ()  # of the workers that the launcher starts; none: they are started by hand
     weights: Way = "auto"  # what --weights came to

@@ -61,6 +61,20 @@ def evaluation_rows(trainer: GRPOTrainer) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
+def training_rows(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """Return the rows of the trainer's training data, each once, in their order.
+
+    Raises:
+        UsageError: there are none, or the dataset is a stream.
+    """
+    dataset = trl_trainer.training_columns(trainer)
+    if not hasattr(dataset, "__len__"):
+        raise UsageError("The training data is a stream, which has no places for rows. Load it without streaming.")
+    if not len(dataset):
+        raise UsageError("The training data has no rows. Give the trainer a train_dataset to sample for.")
+    return list(_rows_as_files(dataset))
+
+
 def _rows_as_files(dataset: Any) -> Iterator[dict[str, Any]]:
     dataset, as_files = images_as_files(dataset)
     return map(as_files, dataset)

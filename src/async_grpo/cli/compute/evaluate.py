@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,18 +72,18 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
     if (begun := options.run_to_resume(args)) is not None:
-        args = _recalled(args, begun)
+        args = recalled(args, begun, _SAMPLED_WITH)
     args.config = setup_file(args.config)
     check_setup_file(args.config)
     options.gathered(TrainingSettings, args).evaluated_ks()
     _check_json(args.json)
-    _refuse_training_run(args)
+    refuse_training_run(args)
     if begun is not None:
-        _refuse_other_values(args, begun)
+        refuse_other_values(args, begun)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     plan = options.planned(
         args,
-        models=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),
+        models=tuple(map(place, (args.model, *([args.against] if args.against else [])))),
         master_device=master,
         worker_devices=workers,
         weights=choose_weights("auto", master, workers, args.server_devices),
@@ -91,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     return code or _tell(args)
 
 
-def _refuse_training_run(args: argparse.Namespace) -> None:
+def refuse_training_run(args: argparse.Namespace) -> None:
+    """Raise `UsageError` where `--resume` or `--overwrite` would touch a training run."""
     if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
         raise UsageError(
             f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
@@ -104,28 +106,28 @@ def _check_json(file: Path | None) -> None:
         raise UsageError(f"--json {file} cannot be written: give a file in a folder that exists.")
 
 
-def _refuse_other_values(args: argparse.Namespace, state: RunState) -> None:
+def refuse_other_values(args: argparse.Namespace, state: RunState) -> None:
     """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
     if (begun_with := state.plan.training.set or {}) == (args.set or {}):
         return
     flags = printable(shlex.join(as_sets(begun_with)))
     begun = f"with {flags}" if flags else "without --set"
     raise UsageError(
-        f"The evaluation in {args.run_dir} was begun {begun}, and its answers are used again. "
+        f"The run in {args.run_dir} was begun {begun}, and its answers are used again. "
         "Give the same values with --resume, or choose another --run-dir."
     )
 
 
-def _recalled(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
-    """With `--resume`, how answers are sampled is as the evaluation was begun, where the command line says nothing."""
-    recalled = recall(state, options.given(args), _SAMPLED_WITH)
-    for change in recalled.changes:
-        print(printable(f"resuming the evaluation in {args.run_dir}: {change}"))
-    return argparse.Namespace(**{**vars(args), **recalled.options})
+def recalled(args: argparse.Namespace, state: RunState, sampled_with: Sequence[str]) -> argparse.Namespace:
+    """With `--resume`, how answers are sampled is as the run was begun, where the command line says nothing."""
+    found = recall(state, options.given(args), sampled_with)
+    for change in found.changes:
+        print(printable(f"resuming the run in {args.run_dir}: {change}"))
+    return argparse.Namespace(**{**vars(args), **found.options})
 
 
-def _place(model: str) -> str:
-    """A folder as an absolute path, as the server may run elsewhere; anything else is a name of the hub."""
+def place(model: str) -> str:
+    """Make a folder's path absolute, as the server may run elsewhere; anything else is a name of the hub."""
     from async_grpo.deltas.chain import Chain
     from async_grpo.deltas.places import chain_folder, named_version, require_version
 

@@ -1,0 +1,106 @@
+"""`async-grpo generate MODEL`: completions of the training data with rewards, as rows, without training."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from async_grpo.cli import options
+from async_grpo.cli.compute.evaluate import place, recalled, refuse_other_values, refuse_training_run
+from async_grpo.cli.parser import Parser
+from async_grpo.errors import UsageError
+from async_grpo.formatting import printable
+from async_grpo.launch.devices import choose_weights, plan_devices
+from async_grpo.rundir.paths import FINISHED, RunDir, RunState
+from async_grpo.rundir.plan import SampledRows
+from async_grpo.settings import LaunchSettings, TrainingSettings, positive
+from async_grpo.setup.generated.trl_arguments import setup_file
+
+EXAMPLES = """\
+  async-grpo generate outputs/run/checkpoint-100 --config my_trainer.py -n 2 --out samples
+  async-grpo generate Qwen/Qwen2.5-1.5B-Instruct --config my_trainer.py --samples 16 --set temperature=0.7 --out samples
+  async-grpo generate outputs/run/checkpoint-100 --config my_trainer.py --resume          after a kill
+  python -c 'print(__import__("datasets").load_from_disk("samples"))'"""
+
+DEFAULT_RUN_DIR = Path("generation")
+_SAMPLED_WITH = ("seed", "deterministic")
+
+
+def build_parser() -> Parser:
+    parser = options.parser(
+        "generate",
+        "Sample completions of the setup file's training data with the weights of a checkpoint, score them, and write "
+        "them as rows.",
+        EXAMPLES,
+    )
+    parser.add_argument("model", help="a checkpoint's folder, an adapter's, a model of the hub, or RUN_DIR@N")
+    options.add_config(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the rows, for datasets.load_from_disk (default: samples/)"
+    )
+    parser.add_argument(
+        "--samples", type=positive, metavar="N", help="completions of each row (default: the setup file's)"
+    )
+    parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: generation/")
+    options.add_settings(parser, LaunchSettings, *options.PROCESSES)
+    options.add_settings(parser, TrainingSettings, "seed", "set", "deterministic", "max_attempts", "stall_warning")
+    options.add_worker_options(parser)
+    unfinished = parser.add_mutually_exclusive_group()
+    options.add_settings(unfinished, TrainingSettings, "resume")
+    unfinished.add_argument("--overwrite", action="store_true", help="delete the unfinished generation in --run-dir")
+    options.add_log_level_option(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.launch.launcher import launch
+    from async_grpo.setup.setup_file import check_setup_file
+
+    begun = options.run_to_resume(args)
+    if begun is not None:
+        args = recalled(args, begun, _SAMPLED_WITH)
+    args.config = setup_file(args.config)
+    check_setup_file(args.config)
+    refuse_training_run(args)
+    rows = SampledRows((args.out or Path("samples")).absolute(), args.samples)
+    if begun is not None:
+        rows = _as_begun(args, begun)
+        refuse_other_values(args, begun)
+    elif rows.out.exists():
+        raise UsageError(f"{rows.out} exists. Choose another --out, or move it away.")
+    master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
+    plan = options.planned(
+        args,
+        models=(place(args.model),),
+        rows=rows,
+        master_device=master,
+        worker_devices=workers,
+        weights=choose_weights("auto", master, workers, args.server_devices),
+    )
+    code = launch(args.run_dir.absolute(), plan)
+    if code == 0:
+        _tell(RunDir(args.run_dir), rows.out)
+    return code
+
+
+def _as_begun(args: argparse.Namespace, begun: RunState) -> SampledRows:
+    """The rows that the run was begun for. `UsageError`: the command line asks for others."""
+    rows = begun.plan.rows
+    if rows is None:
+        raise UsageError(f"{args.run_dir} holds another kind of run. Choose the --run-dir of the generation.")
+    out, samples = args.out or rows.out, rows.samples if args.samples is None else args.samples
+    if replace(rows, out=out.absolute(), samples=samples) != rows:
+        asked = "" if rows.samples is None else f" --samples {rows.samples}"
+        raise UsageError(
+            f"The generation in {args.run_dir} was begun with --out {rows.out}{asked}. Give the same values with "
+            "--resume, or choose another --run-dir."
+        )
+    return rows
+
+
+def _tell(run: RunDir, out: Path) -> None:
+    if run.state_of(None).state != FINISHED:
+        print(printable(f"the generation was stopped. Continue it: add --resume to the command (--run-dir {run.root})"))
+        return
+    print(printable(f"the rows are in {out}: datasets.load_from_disk({str(out)!r})"))

@@ -1,0 +1,155 @@
+"""The server of `async-grpo generate`: publishes given weights, has the workers sample by a plan, trains nothing.
+
+A plan is a generator (`evals.asking.Plan`). It yields waves of requests and is sent their groups, so that a later wave
+may continue what an earlier one sampled. A setup file brings one as `trainer.generation_plan`, a function from the
+number of problems; without it, each problem gets the same number of completions. A resume runs the plan again: groups
+that an earlier process left are the answers to the same requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from async_grpo.archive.groups import FinishedGroups
+from async_grpo.archive.room import write_with_room
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.evals.asking import Asking, Plan, Request
+from async_grpo.formatting import counted
+from async_grpo.records import Job, RolloutGroup, seed_from
+from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
+from async_grpo.roles.parameter_server import ServerOptions
+from async_grpo.roles.sampled_rows import Sampled, write_rows
+from async_grpo.training.job_issuer import task_of
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+OPEN_AT_A_TIME = 1024  # requests: nothing else is in the queue
+
+
+def run_generator(options: ServerOptions) -> None:
+    """Sample by the trainer's plan in a prepared run directory, and write the rows.
+
+    Raises:
+        AsyncGRPOError: with a text for the user. `run.json` then says `failed`.
+    """
+    serve_answers(options, "generation", _generate)
+
+
+def _generate(server: AnswerServer) -> bool:
+    """Sample wave by wave, and write the rows; False if the process was asked to stop."""
+    from async_grpo.training.prompts import training_rows
+
+    assert server.plan.rows is not None
+    problems = training_rows(server.trainer)
+    rule = rule_of(server)
+    server.weights.publish(0, server.plan.models[0])
+    finished = [found.group for found in FinishedGroups(server.run.root).evaluated()]
+    plan = _plan_of(server.trainer, len(problems), server.plan.rows.samples)
+    sampled: list[Sampled] = []
+    number, requests = 0, next(plan, None)
+    while requests is not None:
+        wave = _Wave(server, problems, number, requests, finished)
+        logger.info("wave {}: {} of {}", number, counted(len(requests), "request"), server.plan.models[0])
+        if not wave.asking.wait(server.should_stop):
+            return False
+        sampled += wave.sampled()
+        number += 1
+        try:
+            requests = plan.send(wave.groups)
+        except StopIteration:
+            requests = None
+    if not sampled:
+        raise AsyncGRPOError("Nothing was sampled, so there are no rows. The log has the reasons.")
+    out = server.plan.rows.out
+    write_with_room(lambda: write_rows(out, sampled, rule), should_stop=server.should_stop)
+    logger.info("{} of {} are in {}", counted(len(sampled), "group"), counted(len(problems), "problem"), out)
+    return True
+
+
+def _plan_of(trainer: GRPOTrainer, problems: int, samples: int | None) -> Plan:
+    own = getattr(trainer, "generation_plan", None)
+    if own is None:
+        return _samples(problems, samples or trainer.num_generations)
+    if samples is not None:
+        raise UsageError("The setup file has a generation_plan, which says what is sampled. Leave --samples out.")
+    plan: Plan = own(problems)
+    return plan
+
+
+def _samples(problems: int, samples: int) -> Plan:
+    """The plan of a setup file that brings none: one wave."""
+    yield [Request(problem=problem, samples=samples) for problem in range(problems)]
+
+
+class _Wave:
+    """The requests of one wave, on their way.
+
+    Attributes:
+        groups: by request; None: it has failed, or is on its way.
+    """
+
+    def __init__(
+        self,
+        server: AnswerServer,
+        problems: Sequence[dict[str, Any]],
+        number: int,
+        requests: Sequence[Request],
+        finished: Sequence[RolloutGroup],
+    ) -> None:
+        self._problems, self._number, self._requests = problems, number, requests
+        self._run_id, self._seed = server.state.run_id, server.trainer.args.seed
+        self._longest: int | None = server.trainer.max_completion_length
+        before: Counter[int] = Counter()  # requests for the same problem
+        self._places: list[int] = []
+        for request in requests:
+            self._places.append(before[request.problem])
+            before[request.problem] += 1
+        self.groups: list[RolloutGroup | None] = [None] * len(requests)
+        self.asking = Asking(
+            server.queue,
+            len(requests),
+            self._job,
+            self.groups.__setitem__,
+            purpose="generate",
+            version=0,
+            most_open=OPEN_AT_A_TIME,
+            finished=finished,
+        )
+
+    def sampled(self) -> list[Sampled]:
+        """The groups, each with where it belongs. Those that failed are told."""
+        for index, reason in list(self.asking.failed.items())[:3]:
+            logger.warning("problem {} could not be sampled: {}", self._requests[index].problem, reason)
+        if failed := len(self.asking.failed):
+            logger.warning("{} could not be sampled: the rows are those of the others", counted(failed, "request"))
+        return [
+            Sampled(request.problem, self._number, place, group)
+            for request, place, group in zip(self._requests, self._places, self.groups, strict=True)
+            if group is not None
+        ]
+
+    def _job(self, index: int, seq: int) -> Job:
+        request = self._requests[index]
+        row = self._problems[request.problem]
+        prefix, sampling = request.prefix_ids, request.sampling
+        if prefix and "max_tokens" not in sampling and self._longest is not None:
+            sampling = {**sampling, "max_tokens": self._longest - len(prefix)}
+        return Job(
+            run_id=self._run_id,
+            seq=seq,
+            row=row,
+            num_generations=request.samples,
+            # A problem that fails changes nothing of the others.
+            seed=seed_from(f"generation:{self._seed}:{self._number}:{request.problem}:{self._places[index]}"),
+            born_version=0,
+            min_version=0,
+            purpose="generate",
+            sampling=sampling,
+            task=task_of(row),
+            prefix_ids=prefix,
+        )

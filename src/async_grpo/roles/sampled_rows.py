@@ -1,0 +1,74 @@
+"""Sampled groups as rows of token ids, in a folder that `datasets.load_from_disk` opens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.records import RolloutGroup
+from async_grpo.rundir.files import room_for
+from async_grpo.training.groups import rollout_output
+
+
+class Sampled(NamedTuple):
+    """A group, and where it belongs."""
+
+    problem: int  # place of its row in the dataset
+    wave: int
+    request: int  # of those of its problem in its wave
+    group: RolloutGroup
+
+
+def write_rows(folder: Path, sampled: Sequence[Sampled], rule: AdvantageRule) -> None:
+    """Write one row a completion, in the order of the dataset; the folder appears whole, in the place of an older one.
+
+    Raises:
+        DiskFullError: there is no room.
+    """
+    from datasets import Dataset, Features, List, Value
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    features = Features(
+        {
+            "problem": Value("int32"),
+            "wave": Value("int32"),
+            "request": Value("int32"),
+            "sample": Value("int32"),
+            "prompt_ids": List(Value("int32")),
+            "completion_ids": List(Value("int32")),
+            "completion_mask": List(Value("int8")),
+            "reward": Value("float32"),
+            "rewards": List(Value("float32")),
+        }
+    )
+    rows = [row for one in sorted(sampled, key=lambda one: one[:3]) for row in _rows(one, rule)]
+    part = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        with room_for(folder):
+            Dataset.from_list(rows, features=features).save_to_disk(part)
+            shutil.rmtree(folder, ignore_errors=True)  # of this run, which was resumed
+            part.replace(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _rows(one: Sampled, rule: AdvantageRule) -> Iterator[dict[str, Any]]:
+    group, written = one.group, rollout_output([one.group])
+    totals, masks = rule.totals(group.rewards), group.masks()
+    for sample in range(group.job.num_generations):
+        yield {
+            "problem": one.problem,
+            "wave": one.wave,
+            "request": one.request,
+            "sample": sample,
+            "prompt_ids": written["prompt_ids"][sample],
+            "completion_ids": written["completion_ids"][sample],
+            "completion_mask": masks[sample],
+            "reward": totals[sample],
+            "rewards": group.rewards[sample],
+        }
