@@ -29,7 +29,7 @@ _WORDS: Final = {"eval": "evaluation", "generate": "generation"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SampleRequest:
     """Asks for completions of a problem: what a plan of `generate` yields.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-Plan: TypeAlias = Generator[Sequence[Request], Sequence[RolloutGroup | None], None]
+Plan: TypeAlias = Generator[Sequence[SampleRequest], Sequence[RolloutGroup | None], None]
 """Yields waves of requests, and is sent their groups, each in the place of its request; None: it has failed."""
 
 

@@ -17,12 +17,12 @@ from loguru import logger
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import AsyncGRPOError, UsageError
-from async_grpo.evals.asking import Asking, Plan, Request
+from async_grpo.evals.asking import Asking, Plan, SampleRequest
 from async_grpo.formatting import counted
 from async_grpo.records import Job, RolloutGroup, seed_from
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions
-from async_grpo.roles.sampled_rows import Sampled, write_rows
+from async_grpo.roles.sampled_rows import AnsweredRequest, write_rows
 from async_grpo.training.job_issuer import task_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _generate(server: AnswerServer) -> bool:
     server.weights.publish(0, server.plan.models[0])
     finished = [found.group for found in FinishedGroups(server.run.root).evaluated()]
     plan = _plan_of(server.trainer, len(problems), server.plan.rows.samples)
-    sampled: list[Sampled] = []
+    sampled: list[AnsweredRequest] = []
     number, requests = 0, next(plan, None)
     while requests is not None:
         wave = _Wave(server, problems, number, requests, finished)
@@ -83,7 +83,7 @@ def _plan_of(trainer: GRPOTrainer, problems: int, samples: int | None) -> Plan:
 
 def _samples(problems: int, samples: int) -> Plan:
     """The plan of a setup file that brings none: one wave."""
-    yield [Request(problem=problem, samples=samples) for problem in range(problems)]
+    yield [SampleRequest(problem=problem, samples=samples) for problem in range(problems)]
 
 
 class _Wave:
@@ -98,7 +98,7 @@ class _Wave:
         server: AnswerServer,
         problems: Sequence[dict[str, Any]],
         number: int,
-        requests: Sequence[Request],
+        requests: Sequence[SampleRequest],
         finished: Sequence[RolloutGroup],
     ) -> None:
         self._problems, self._number, self._requests = problems, number, requests
@@ -121,14 +121,14 @@ class _Wave:
             finished=finished,
         )
 
-    def sampled(self) -> list[Sampled]:
+    def sampled(self) -> list[AnsweredRequest]:
         """The groups, each with where it belongs. Those that failed are told."""
         for index, reason in list(self.asking.failed.items())[:3]:
             logger.warning("problem {} could not be sampled: {}", self._requests[index].problem, reason)
         if failed := len(self.asking.failed):
             logger.warning("{} could not be sampled: the rows are those of the others", counted(failed, "request"))
         return [
-            Sampled(request.problem, self._number, place, group)
+            AnsweredRequest(request.problem, self._number, place, group)
             for request, place, group in zip(self._requests, self._places, self.groups, strict=True)
             if group is not None
         ]

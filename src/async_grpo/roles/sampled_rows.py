@@ -1,4 +1,4 @@
-"""Sampled groups as rows of token ids, in a folder that `datasets.load_from_disk` opens."""
+"""AnsweredRequest groups as rows of token ids, in a folder that `datasets.load_from_disk` opens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from async_grpo.rundir.files import room_for
 from async_grpo.training.groups import rollout_output
 
 
-class Sampled(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """A group, and where it belongs."""
 
     problem: int  # place of its row in the dataset
@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
     group: RolloutGroup
 
 
-def write_rows(folder: Path, sampled: Sequence[Sampled], rule: AdvantageRule) -> None:
+def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: AdvantageRule) -> None:
     """Write one row a completion, in the order of the dataset; the folder appears whole, in the place of an older one.
 
     Raises:
@@ -57,7 +57,7 @@ def write_rows(folder: Path, sampled: Sequence[Sampled], rule: AdvantageRule) ->
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _rows(one: Sampled, rule: AdvantageRule) -> Iterator[dict[str, Any]]:
+def _rows(one: AnsweredRequest, rule: AdvantageRule) -> Iterator[dict[str, Any]]:
     group, written = one.group, rollout_output([one.group])
     totals, masks = rule.totals(group.rewards), group.masks()
     for sample in range(group.job.num_generations):
