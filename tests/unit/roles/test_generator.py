@@ -1,0 +1,167 @@
+"""The server of `async-grpo generate` over a real queue: the test plays the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import load_from_disk
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.evals.asking import Plan, SampleRequest
+from async_grpo.queue import Claim, ServerQueue, WorkerQueue
+from async_grpo.records import Job, RolloutGroup
+from async_grpo.roles import generator
+from async_grpo.roles.answering import AnswerServer
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.plan import SampledRows
+from async_grpo.training import prompts
+from plans import planned
+
+PROBLEMS = [{"prompt": f"{n}+{n}=", "task": "sums"} for n in range(4)]
+Answer = Callable[[Claim], RolloutGroup]
+
+
+def answer(claim: Claim) -> RolloutGroup:
+    """Each completion is the prefix, the problem's first digit, and the place of the completion."""
+    job, size = claim.job, claim.job.num_generations
+    completions = [[*job.prefix_ids, int(job.row["prompt"][0]), place] for place in range(size)]
+    tokens = [token for ids in completions for token in ids]
+    return RolloutGroup(
+        job=job,
+        attempt=claim.attempt,
+        worker="dev1",
+        policy_version=0,
+        reward_names=("right",),
+        prompt_ids=np.array([7], np.int32),
+        completion_lengths=np.array([len(ids) for ids in completions], np.int32),
+        completion_ids=np.array(tokens, np.int32),
+        sampling_logprobs=np.full(len(tokens), -0.5, np.float32),
+        rewards=np.array([[place] for place in range(size)], np.float32),
+        completions=["x"] * size,
+    )
+
+
+class Stage:
+    """A prepared run, whose worker answers one job each time that the server looks whether it should stop."""
+
+    def __init__(self, folder: Path, plan: Callable[[int], Plan] | None = None, samples: int | None = None) -> None:
+        self.out = folder / "rows"
+        self._plan = planned(folder, models=("m",), rows=SampledRows(self.out, samples), max_attempts=1)
+        self.root = folder / "run"
+        self.state = prepare(self.root, self._plan)
+        self._own = {} if plan is None else {"generation_plan": plan}
+        self.asked: list[Job] = []
+
+    def serve(self, *, most: int = 1000, poison: Sequence[str] = ()) -> bool:
+        trainer: Any = SimpleNamespace(
+            num_generations=2, max_completion_length=9, args=SimpleNamespace(seed=3), **self._own
+        )
+        weights: Any = SimpleNamespace(publish=lambda version, model: None)
+        with (
+            closing(ServerQueue.open(self.root, self.state.run_id, max_attempts=1, watch_workers=False)) as queue,
+            closing(WorkerQueue.open(self.root, 1, "cpu")) as worker,
+        ):
+
+            def should_stop() -> bool:
+                for claim in worker.claim(1):
+                    self.asked.append(claim.job)
+                    if claim.job.row["prompt"] in poison:
+                        worker.fail(claim, "ValueError: poison")
+                    else:
+                        worker.complete(claim, answer(claim))
+                return len(self.asked) >= most
+
+            run = RunDir(self.root)
+            return generator._generate(AnswerServer(run, self._plan, self.state, trainer, queue, weights, should_stop))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return list(load_from_disk(str(self.out)))
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(generator, "rule_of", lambda server: AdvantageRule())
+    monkeypatch.setattr(prompts, "training_rows", lambda trainer: PROBLEMS)
+    monkeypatch.setattr("async_grpo.evals.asking.WAKE_S", 0.001)
+    yield
+
+
+def two_waves(problems: int) -> Plan:
+    groups = yield [SampleRequest(problem=problem, samples=1) for problem in range(problems)]
+    yield [
+        SampleRequest(problem=problem, prefix_ids=(5,) * cut, sampling={"temperature": 0.5})
+        for problem, group in enumerate(groups)
+        for cut in (1, 2)
+        if group is not None
+    ]
+
+
+def test_without_a_plan_each_problem_has_the_same_number_of_rows_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    assert stage.serve()
+    rows = stage.rows()
+    assert [(row["problem"], row["sample"], row["reward"]) for row in rows] == [
+        (n, place, float(place)) for n in range(4) for place in range(2)
+    ]
+    assert rows[3]["completion_ids"] == [1, 1] and rows[3]["prompt_ids"] == [7]
+    assert {job.purpose for job in stage.asked} == {"generate"} and {job.task for job in stage.asked} == {"sums"}
+
+
+def test_a_later_wave_continues_what_an_earlier_one_sampled(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, two_waves)
+    assert stage.serve()
+    second = stage.asked[4:]
+    assert [(job.prefix_ids, job.sampling) for job in second[:2]] == [
+        ((5,), {"temperature": 0.5, "max_tokens": 8}),
+        ((5, 5), {"temperature": 0.5, "max_tokens": 7}),
+    ], "together no longer than the setup file lets completions be"
+    assert len({job.seed for job in stage.asked}) == 12
+    of_first = [(row["wave"], row["request"], row["completion_ids"]) for row in stage.rows() if row["problem"] == 0]
+    assert of_first == [(0, 0, [0, 0]), (1, 0, [5, 0, 0]), (1, 1, [5, 5, 0, 0])]
+
+
+def test_a_problem_that_fails_costs_itself_alone(tmp_path: Path, messages: list[str]) -> None:
+    whole, stage = Stage(tmp_path / "whole", two_waves), Stage(tmp_path / "stage", two_waves)
+    assert whole.serve() and stage.serve(poison=["1+1="])
+    assert stage.rows() == [row for row in whole.rows() if row["problem"] != 1]
+    seeds = {(job.row["prompt"], job.prefix_ids): job.seed for job in whole.asked}
+    assert all(seeds[job.row["prompt"], job.prefix_ids] == job.seed for job in stage.asked)
+    assert any("problem 1 could not be sampled" in message and "poison" in message for message in messages)
+
+
+def test_a_generation_without_rows_fails(tmp_path: Path) -> None:
+    with pytest.raises(AsyncGRPOError, match="Nothing was sampled"):
+        Stage(tmp_path).serve(poison=[row["prompt"] for row in PROBLEMS])
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("most", [2, 4, 7])
+def test_a_resume_asks_for_what_is_left(most: int, tmp_path: Path) -> None:
+    whole, stage = Stage(tmp_path / "whole", two_waves), Stage(tmp_path / "stage", two_waves)
+    assert whole.serve()
+    assert not stage.serve(most=most) and not stage.out.exists()
+    assert stage.serve()
+    assert len(stage.asked) == 12 and len({job.seed for job in stage.asked}) == 12
+    assert stage.rows() == whole.rows()
+
+
+def test_groups_of_other_requests_are_not_used(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    assert not stage.serve(most=3)
+    stage._plan = replace(stage._plan, rows=SampledRows(stage.out, 3))
+    assert stage.serve()
+    assert len(stage.asked) == 3 + 4 and len(stage.rows()) == 12
+
+
+def test_a_plan_says_what_is_sampled(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has a generation_plan"):
+        Stage(tmp_path, two_waves, samples=3).serve()
