@@ -14,6 +14,7 @@ from typing import Any
 WORK_START, WORK_END = "<start_working_out>", "<end_working_out>"
 SOLUTION_START, SOLUTION_END = "<SOLUTION>", "</SOLUTION>"
 
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _END_OF_TEXT = re.compile(r"<\|\w+\|>\s*\Z")
 
 
@@ -81,6 +82,12 @@ def final_answer(completion: Any) -> str | None:
         return _until_closed(rest)
     _, marked, rest = text.rpartition("####")
     return _END_OF_TEXT.sub("", rest).strip() if marked else None
+
+
+def last_number(completion: Any) -> str | None:
+    """The last number that stands in a completion, without the commas of thousands; None: there is none."""
+    found = _NUMBER.findall(text_of(completion))
+    return found[-1].replace(",", "").rstrip(".") if found else None
 
 
 def _until_closed(text: str) -> str | None:

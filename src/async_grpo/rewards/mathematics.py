@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from async_grpo.rewards.answers import final_answer, parse
+from async_grpo.rewards.answers import final_answer, last_number, parse
 from async_grpo.rewards.deadline import with_deadline
 from async_grpo.rewards.wording import one_number
 
@@ -46,14 +46,35 @@ def math(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[fl
     parts = [parse(completion) for completion in completions]
     return [
         round(0.7 * right + 0.15 * part.tagged + 0.1 * part.thinks + 0.05 * part.ends(within=MATH_TRAILING), 6)
-        for part, right in zip(parts, right_answers([part.solution for part in parts], answer), strict=True)
+        for part, right in zip(parts, same_answers([part.solution for part in parts], answer), strict=True)
     ]
 
 
-for _reward in (gsm8k, math):
+def final_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    r"""1 for the right answer, 0 for any other: in `\boxed{}`, else after `####`, else the last number.
+
+    Args:
+        answer: the dataset's column: the final answer, or a text that ends with "#### 18" or has it in `\boxed{}`.
+    """
+    found = [_as_number(_answer_or_number(one)) for one in completions]
+    gold = [_as_number(text.rpartition("####")[2].strip()) or "" for text in answer]
+    return same_answers(found, gold)
+
+
+def _answer_or_number(completion: Any) -> str | None:
+    return final_answer(completion) or last_number(completion)
+
+
+def _as_number(text: str | None) -> str | None:
+    """The number that a text names, without money, unit or markup; the text itself where it is more than a number."""
+    number = one_number(text or "")
+    return text if number is None else f"{number.normalize():f}"
+
+
+for _reward, _final in ((gsm8k, final_answer), (math, final_answer), (final_number, _answer_or_number)):
     _reward.success_threshold = SUCCESS  # type: ignore[attr-defined]
     _reward.thread_safe = True  # type: ignore[attr-defined]
-    _reward.final_answer = final_answer  # type: ignore[attr-defined]
+    _reward.final_answer = _final  # type: ignore[attr-defined]
 
 
 def _right_numbers(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
@@ -62,7 +83,7 @@ def _right_numbers(found: Sequence[str | None], gold: Sequence[str]) -> list[flo
     formulas = [None if None not in pair or not _can_be_read(one or "") else one for pair, one in zip(numbers, found)]
     return [
         float(number == right) if None not in (number, right) else equal
-        for (number, right), equal in zip(numbers, right_answers(formulas, gold), strict=True)
+        for (number, right), equal in zip(numbers, same_answers(formulas, gold), strict=True)
     ]
 
 
@@ -71,7 +92,7 @@ def _can_be_read(formula: str) -> bool:
     return formula.isascii() and len(formula) <= MAX_FORMULA and _POWERS.search(formula) is None
 
 
-def right_answers(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
+def same_answers(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
     """1 for each right solution, 0 for the others; those that are missing or far too long are not compared."""
     asked = [index for index, one in enumerate(found) if one and len(one) <= MAX_CHARACTERS and gold[index].strip()]
     same = equal([found[index] for index in asked], gold=[gold[index].strip() for index in asked])

@@ -13,24 +13,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from async_grpo.rewards.answers import final_answer, text_of
+from async_grpo.rewards.answers import final_answer, last_number, text_of
 from async_grpo.rewards.deadline import with_deadline
-from async_grpo.rewards.mathematics import right_answers
+from async_grpo.rewards.mathematics import same_answers
 from async_grpo.rewards.programs import MAX_TESTS, check, share_passed
 from async_grpo.rewards.sandbox import Limits, run_code
 from async_grpo.rewards.wording import one_number
 
 SECONDS = 5.0  # for one completion, or for one test of a program
 LONGEST = 100_000  # characters of an answer that is read as data
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _FENCED = re.compile(r"```(\w*)[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def math(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
     r"""1 for an answer that is mathematically equal: in `\boxed{}`, after `####`, or the last number."""
-    found = [_answer(text_of(one)) or _last_number(text_of(one)) for one in completions]
-    return right_answers(found, [*map(str, ground_truth)])
+    found = [_answer(text_of(one)) or last_number(one) for one in completions]
+    return same_answers(found, [*map(str, ground_truth)])
 
 
 def codegen(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
@@ -112,11 +111,6 @@ def by_rule(name: str) -> Callable[..., list[float]]:
 def _answer(text: str) -> str | None:
     tagged = _ANSWER.findall(text)
     return tagged[-1].strip() if tagged else final_answer(text)
-
-
-def _last_number(text: str) -> str | None:
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "").rstrip(".") if found else None
 
 
 _NOTHING = object()  # no data; None is some

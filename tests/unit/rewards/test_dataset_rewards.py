@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_sandbox import isolated
 
-from async_grpo.rewards import gsm8k, math, mbpp
+from async_grpo.rewards import final_number, gsm8k, math, mbpp
 from async_grpo.rewards.answers import final_answer, parse
 from async_grpo.rewards.programs import check
 from async_grpo.rewards.sandbox import SWITCH
@@ -49,6 +49,26 @@ GOOD = "def add(a, b):\n    return a + b"
 def test_gsm8k(completion: str, reward: float) -> None:
     conversation = [{"role": "assistant", "content": completion}]
     assert gsm8k([completion, conversation], answer=["18", "so she has\n#### 18"]) == pytest.approx([reward] * 2)
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        (r"3 and \boxed{1,800 \text{ dollars}}, not #### 5", "so it is\n#### 1800", 1),
+        ("9 * 2 #### 18.0<|im_end|>", "18", 1),
+        (r"\boxed{} #### \boxed{17}", "17", 1),
+        ("first 3, then 1,234.", "1234", 1),
+        ("18 apples, of which 3 are left", "18", 0),
+        (r"\boxed{3} and then 18", "18", 0),
+        (r"\boxed{\frac{1}{2}}", r"Half of it: $\boxed{0.5}$.", 1),
+        ("-7", "7", 0),
+        ("none", "7", 0),
+        ("9" * 5000, "7", 0),
+    ],
+)
+def test_the_final_number_is_right_or_wrong(completion: str, gold: str, reward: float) -> None:
+    conversation = [{"role": "assistant", "content": completion}]
+    assert final_number([completion, conversation], answer=[gold] * 2) == [reward] * 2
 
 
 def wordings() -> list[tuple[str, float]]:
