@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from datasets import load_from_disk
 from runs import SETUP, command
+from trl import SFTConfig, SFTTrainer
 
 from async_grpo.setup.setup_file import load_trainer
 
@@ -77,6 +78,23 @@ def test_rows_are_the_same_for_one_worker_and_for_two_that_are_killed(trainer: A
 
     rows = load_from_disk(str(folder / "rows"))
     check_rows(list(rows), trainer.processing_class)
+    check_sft(rows, trainer)
+
+
+def check_sft(rows: Any, trainer: Any) -> None:
+    """As in docs/generate.md."""
+
+    def for_sft(row: dict[str, Any]) -> dict[str, Any]:
+        prompt, completion = row["prompt_ids"], row["completion_ids"]
+        return {"input_ids": prompt + completion, "completion_mask": [0] * len(prompt) + row["completion_mask"]}
+
+    config = SFTConfig("sft", completion_only_loss=True, report_to="none", use_cpu=True, bf16=False)
+    data, tokenizer = rows.map(for_sft, remove_columns=rows.column_names), trainer.processing_class
+    [*batches] = SFTTrainer(
+        trainer.model, config, train_dataset=data, processing_class=tokenizer
+    ).get_train_dataloader()
+    learned = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    assert learned == sum(sum(row["completion_mask"]) for row in rows)
 
 
 def check_rows(rows: list[dict[str, Any]], tokenizer: Any) -> None:
