@@ -1,0 +1,144 @@
+"""The sets by name. Those of the hub may be read from a path, with the same columns.
+
+problems = load("GSM8K", split="train")
+GRPOTrainer(train_dataset=Dataset.from_list(problems.rows), reward_funcs=problems.reward, …)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_grpo.errors import UsageError
+from async_grpo.rewards import final_number
+
+BOXED = "Reason step by step, and put the final answer within \\boxed{}."
+Reward = Callable[..., list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """Rows with a column `prompt`, and the reward function; None: a reward model scores afterwards."""
+
+    rows: list[dict[str, Any]]
+    reward: Reward | None
+
+
+class _Hub(NamedTuple):
+    """Where a set is on the hub, and which of its columns are the prompt and the answer."""
+
+    name: str
+    config: str | None
+    prompt: str
+    answer: str | None
+    ask: str = ""  # behind the prompt
+    reward: Reward | None = None
+
+
+_HUB = {
+    "GSM8K": _Hub("openai/gsm8k", "main", "question", "answer", BOXED, final_number),
+    "MATH": _Hub("DigitalLearningGmbH/MATH-lighteval", None, "problem", "solution", BOXED, final_number),
+    "AIME": _Hub("HuggingFaceH4/aime_2024", None, "problem", "answer", BOXED, final_number),
+    "TLDR": _Hub("trl-lib/tldr", None, "prompt", None),
+}
+
+
+def load(
+    name: str,
+    *,
+    path: str | Path | None = None,
+    split: str = "train",
+    max_examples: int | None = None,
+    chat: bool = False,
+    **made: Any,
+) -> ProblemSet:
+    """The problems of one name in `NAMES`.
+
+    Args:
+        path: a file of rows (`.jsonl`, `.json`, `.parquet`), a folder that `save_to_disk` wrote, or another name of the
+            hub; None: the set's own.
+        max_examples: the first so many.
+        chat: prompts are messages.
+        made: of a set that is made here, such as `branches`, `length` and `seed`.
+
+    Raises:
+        UsageError: there is no set of this name, or it has no rows.
+    """
+    if name in _HUB:
+        if made:
+            raise UsageError(f"{name} takes no {', '.join(made)}: it is read, not made.")
+        problems = _of_hub(_HUB[name], path, split, max_examples)
+    elif name in _MADE and path is None:
+        problems = _MADE[name](1_000 if max_examples is None else max_examples, **made)
+    else:
+        why = "is made here, and takes no path" if name in _MADE else "is not the name of a set of problems"
+        raise UsageError(f"{name} {why}. The names are {', '.join(NAMES)}.")
+    if not problems.rows:
+        raise UsageError(f"{name} has no rows in {path or 'its'} {split}.")
+    if not chat:
+        return problems
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in problems.rows]
+    return ProblemSet(rows, problems.reward)
+
+
+def _of_hub(source: _Hub, path: str | Path | None, split: str, most: int | None) -> ProblemSet:
+    rows = []
+    for row in islice(_read(source, path, split), most):
+        prompt = "\n".join([str(row[source.prompt]), *([source.ask] if source.ask else [])])
+        answer = {} if source.answer is None else {"answer": str(row[source.answer])}
+        rows.append({"prompt": prompt, **answer})
+    return ProblemSet(rows, source.reward)
+
+
+def _read(source: _Hub, path: str | Path | None, split: str) -> Iterable[Mapping[str, Any]]:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    if path is None:
+        found = load_dataset(source.name, source.config, split=split)
+    elif Path(path).is_dir():
+        found = load_from_disk(str(path))
+        found = found[split] if isinstance(found, DatasetDict) else found
+    elif Path(path).is_file():
+        kind = {".jsonl": "json"}.get(Path(path).suffix, Path(path).suffix.removeprefix("."))
+        found = load_dataset(kind, data_files=str(path), split="train")
+    else:
+        found = load_dataset(str(path), split=split)
+    columns = [source.prompt] if source.answer is None else [source.prompt, source.answer]
+    if missing := [name for name in columns if name not in found.column_names]:
+        raise UsageError(f"{path or source.name} has no column {missing[0]!r}, but {', '.join(found.column_names)}.")
+    return found
+
+
+def _sums(count: int, *, below: int = 50, seed: int = 0) -> ProblemSet:
+    """Sums in fixed width, `07+41=` and `048`: those of the demo."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        a, b = draw.randrange(below), draw.randrange(below)
+        rows.append({"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"})
+    return ProblemSet(rows, exactly)
+
+
+def exactly(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 for exactly the answer."""
+    return [float(found.strip() == right) for found, right in zip(completions, answer, strict=True)]
+
+
+def _star(count: int, *, branches: int = 3, length: int = 3, seed: int = 0) -> ProblemSet:
+    worlds = import_module("async_grpo_experiments.worlds.star")
+    graphs = [*worlds.star_graphs(branches, length, count, seed=seed)]
+    return ProblemSet(worlds.star_rows(graphs), worlds.star_reward)
+
+
+def _sentiment(count: int, *, seed: int = 1) -> ProblemSet:
+    worlds = import_module("async_grpo_experiments.worlds.sentiment")
+    return ProblemSet(worlds.sentiment_rows(count, seed=seed), worlds.sentiment_reward)
+
+
+_MADE: dict[str, Callable[..., ProblemSet]] = {"sums": _sums, "star": _star, "sentiment": _sentiment}
+NAMES = (*_HUB, *_MADE)

@@ -1,0 +1,78 @@
+"""The named sets of problems: rows of files and of what is made, and their rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from async_grpo.errors import UsageError
+from async_grpo_experiments.problems.table import BOXED, load
+
+ROWS: list[dict[str, Any]] = [{"question": "1+1?", "answer": "so\n#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
+
+
+@pytest.fixture(params=["rows.jsonl", "rows.parquet", "folder"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    file = tmp_path / request.param
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif file.suffix == ".parquet":
+        Dataset.from_list(ROWS).to_parquet(file)
+    else:
+        Dataset.from_list(ROWS).save_to_disk(file)
+    return file
+
+
+def test_a_set_of_the_hub_is_read_from_a_path(path: Path) -> None:
+    problems = load("GSM8K", path=path, chat=True, max_examples=1)
+    assert problems.rows == [{"prompt": [{"role": "user", "content": f"1+1?\n{BOXED}"}], "answer": "so\n#### 2"}]
+    assert problems.reward is not None
+    assert problems.reward([r"\boxed{2}", "3"], answer=["so\n#### 2"] * 2) == [1.0, 0.0]
+
+
+def test_where_a_reward_model_scores_there_is_no_function(tmp_path: Path) -> None:
+    (tmp_path / "posts.jsonl").write_text('{"prompt": "POST: long. TL;DR:", "completion": " short"}\n')
+    problems = load("TLDR", path=tmp_path / "posts.jsonl")
+    assert problems.rows == [{"prompt": "POST: long. TL;DR:"}] and problems.reward is None
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "words"),
+    [
+        ("GSM", {}, "GSM is not the name .* GSM8K, MATH, AIME, TLDR, sums, star, sentiment"),
+        ("sums", {"path": "x"}, "sums is made here, and takes no path"),
+        ("GSM8K", {"seed": 1}, "GSM8K takes no seed"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(name: str, how: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load(name, **how)
+
+
+def test_a_file_of_other_columns_or_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(UsageError, match="has no column 'problem', but prompt"):
+        load("MATH", path=tmp_path / "other.jsonl")
+    with pytest.raises(UsageError, match="TLDR has no rows"):
+        load("TLDR", path=tmp_path / "other.jsonl", max_examples=0)
+
+
+def test_sums_are_those_of_the_seed() -> None:
+    problems = load("sums", max_examples=3, below=10, seed=1)
+    assert problems.rows == load("sums", max_examples=3, below=10, seed=1).rows != load("sums", max_examples=3).rows
+    answers = [row["answer"] for row in problems.rows]
+    assert [f"{sum(map(int, row['prompt'][:-1].split('+'))):03d}" for row in problems.rows] == answers
+    assert problems.reward is not None and problems.reward([answers[0], "9"], answer=answers[:2]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "right"), [("star", "answer"), ("sentiment", None)])
+def test_the_problems_of_a_world(name: str, right: str | None) -> None:
+    pytest.importorskip("async_grpo_experiments.worlds")
+    problems = load(name, max_examples=2)
+    texts = [row[right] if right else "good" for row in problems.rows]
+    columns = {"answer": texts} if right else {}
+    assert problems.reward is not None and problems.reward(texts, **columns) == [1.0, 1.0]
