@@ -92,8 +92,10 @@ def select(
 
     In every order, groups that no step has used (not yet, or left over when the run ended) come last.
 
-    evaluations: of groups of evaluations; `step` is then the version that was evaluated.
+    evaluations: of groups of evaluations; `step` is then the version that was evaluated. Always so of a run that
+    trains nothing.
     """
+    evaluations = evaluations or bool(groups.state.plan.models)
     if evaluations if job is None else job >= NOT_TRAINED_ON:
         return _pick(_evaluated(groups, step, job), order, limit)
     fates = groups.fates()

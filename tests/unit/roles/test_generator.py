@@ -14,10 +14,12 @@ import pytest
 from datasets import load_from_disk
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.groups import FinishedGroups
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.asking import Plan, SampleRequest
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
+from async_grpo.reports.rollouts import select
 from async_grpo.roles import generator
 from async_grpo.roles.answering import AnswerServer
 from async_grpo.rundir.lifecycle import prepare
@@ -113,6 +115,8 @@ def test_without_a_plan_each_problem_has_the_same_number_of_rows_in_the_order_of
         (n, place, float(place)) for n in range(4) for place in range(2)
     ]
     assert rows[3]["completion_ids"] == [1, 1] and rows[3]["prompt_ids"] == [7]
+    shown = select(FinishedGroups(stage.root), limit=None).rollouts
+    assert len(shown) == len(rows), "`rollouts` reads the run as any other"
     assert {job.purpose for job in stage.asked} == {"generate"} and {job.task for job in stage.asked} == {"sums"}
 
 
