@@ -133,12 +133,9 @@ def _prompt(row: Mapping[str, Any], place: str, tokenizer: Any) -> str | list[di
         if len(messages) > 1:
             raise UsageError(f"{place}: apply_chat_template is false, and prompt has {len(messages)} messages, not 1")
         return messages[0]["content"]
-    return messages if tokenizer is None else _templated(tokenizer, messages)
-
-
-def _templated(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
+    if tokenizer is None:
+        return messages
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _is_message(message: Any) -> bool:

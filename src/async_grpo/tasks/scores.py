@@ -17,12 +17,12 @@ Reward = Callable[..., Sequence[float | None]]
 BUILT_IN: dict[str, Reward] = {
     "math": rules.math,
     "codegen": rules.codegen,
-    "logic__zebra": rules.by_rule("zebra"),
-    "logic__ordering": rules.by_rule("ordering"),
-    "logic__graph": rules.by_rule("same_text"),
-    "simulation": rules.by_rule("same_data"),
-    "table": rules.by_rule("same_text"),
-    "stem": rules.by_rule("same_text"),
+    "logic__zebra": rules.by_rule(rules.zebra),
+    "logic__ordering": rules.by_rule(rules.ordering),
+    "logic__graph": rules.by_rule(rules.same_text),
+    "simulation": rules.by_rule(rules.same_data),
+    "table": rules.by_rule(rules.same_text),
+    "stem": rules.by_rule(rules.same_text),
     "stem_web": judged,
 }
 
