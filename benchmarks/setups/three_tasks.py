@@ -113,7 +113,7 @@ def _batches(tokenizer: Any, slips: float) -> Iterator[tuple[torch.Tensor, torch
     held_out = {task: set(problems(task, held_out=True)) for task in MARKS}
     limits = {task: 50 if task == "sums" else 100 for task in MARKS}
     while True:
-        texts = []
+        texts: list[str] = []
         while len(texts) < WARM_START["batch_size"]:
             task = randomness.choice([*MARKS])
             digits = "".join(f"{randomness.randrange(limits[task]):02}" for _ in range(2))

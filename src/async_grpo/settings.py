@@ -395,7 +395,10 @@ class LaunchSettings:
     """For the launcher: which processes there are, on which devices, and how they end. Each field is a flag."""
 
     num_workers: int | None = setting(
-        None, "default: one for each GPU besides the server's, 2 on a CPU", type=positive, metavar="N"
+        None,
+        "default: one for each GPU besides the server's, 2 on a CPU; 0 with --ray: only on other machines",
+        type=not_negative,
+        metavar="N",
     )
     master_device_id: str | None = setting(None, "the server's GPU, or 'cpu' (default: 0)", metavar="N")
     worker_device_ids: str | None = setting(None, "the workers' GPUs, one worker each", metavar="1,2,3")
@@ -419,6 +422,27 @@ class LaunchSettings:
         "killed (default: 9)",
         type=positive_seconds,
         metavar="S",
+    )
+    ray: str | None = setting(
+        None,
+        "workers on other machines, which Ray reaches: auto (RAY_ADDRESS, or the cluster that this machine is in), "
+        "local (a cluster of this machine alone, to try it), or HOST:PORT",
+        metavar="auto|local|HOST:PORT",
+    )
+    nodes: int | None = setting(
+        None, "with --ray: machines, the server's included (default: all of the cluster)", type=positive, metavar="N"
+    )
+    workers_per_node: int | None = setting(
+        None,
+        "with --ray: workers on each other machine (default: one for each GPU, else 2)",
+        type=positive,
+        metavar="N",
+    )
+    node_wait: float = setting(
+        60.0, "with --ray: seconds that the start waits for machines (default: 60)", type=positive_seconds, metavar="S"
+    )
+    node_dir: str | None = setting(
+        None, "with --ray: folder on a local disk of each node for its run directory (default: $TMPDIR)", metavar="DIR"
     )
     quiet: bool = setting(False, "show only warnings, errors and the table at the end")
     overwrite: bool = setting(False, "delete the unfinished run in --run-dir (checkpoints stay)")

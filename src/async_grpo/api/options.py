@@ -29,6 +29,11 @@ class Options(TypedDict, total=False):
     worker_device_ids: Sequence[int | str] | str | None
     accelerate_config: str | Path | None
     worker_timeout: float
+    ray: str | None
+    nodes: int | None
+    workers_per_node: int | None
+    node_wait: float
+    node_dir: str | None
     stop_grace: float
     quiet: bool
     overwrite: bool

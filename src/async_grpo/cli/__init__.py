@@ -44,8 +44,9 @@ EXPERIMENTS = {
     "sweep": "train a setup file on several seeds side by side, and sum up what they agree on",
     "compare": "how much better one sweep is than another, over seeds and over problems",
 }
+HIDDEN = {"nodes": "claim for the workers of other machines; `train --ray` starts it"}
 _HOMES = {
-    "async_grpo.cli.compute": COMPUTE,
+    "async_grpo.cli.compute": {**COMPUTE, **HIDDEN},
     "async_grpo.cli.inspect": INSPECT,
     "async_grpo_experiments.cli": EXPERIMENTS,
 }
@@ -130,7 +131,7 @@ def _write_no_more() -> None:
 def _run(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
-    if not argv or argv[0] not in COMMANDS:
+    if not argv or argv[0] not in {*COMMANDS, *HIDDEN}:
         return _top_level(argv)
     command = command_module(argv[0])
     args = _parsed(command.build_parser(), argv[1:])

@@ -42,7 +42,7 @@ def plan_devices(master: str | None, workers: str | None, count: int | None) -> 
             )
         return server, chosen
     if server == CPU:
-        return server, (CPU,) * (count or 2)
+        return server, (CPU,) * (2 if count is None else count)
     others = [str(index) for index in range(gpus) if str(index) != server] or [server]
-    count = count or len(others)
+    count = len(others) if count is None else count
     return server, tuple(others[index % len(others)] for index in range(count))

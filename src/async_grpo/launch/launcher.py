@@ -37,6 +37,7 @@ from async_grpo.setup.output import survive_lost_output
 from async_grpo.setup.process import StopRequest, ignore_stacks_signal, path_to_us
 from async_grpo.telemetry.stalls import HangDetector
 
+GATE_GRACE_S = 20.0  # more than a worker gets: it ends those of other machines
 NOTHING_TRAINED = 130  # a stop before the first step; what a shell shows for a program that SIGINT ended
 REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
 
@@ -68,7 +69,10 @@ class _Launch:
         self._plan, self._run, self._run_id = plan, run, run_id
         self._place, self._memory = FolderPlace(run.root), MemoryWatch()
         needed = self._needs_workers
-        workers = [_worker(plan, run, number, needed) for number in range(1, plan.num_workers + 1)]
+        env = _environment(plan)
+        workers = [worker_child(plan, run, number, needed, env) for number in range(1, plan.num_workers + 1)]
+        if plan.launch.ray is not None:
+            workers.append(_gate(plan, run, needed, env))
         children = [_server(plan, run), *workers]
         self._workers = [worker.name for worker in workers]
         self._logs = {child.name: LogTail(child.log, child.name) for child in children}
@@ -85,10 +89,13 @@ class _Launch:
             signal.signal(number, self._supervisor.stop)
         if asked_to_stop.requested:
             self._supervisor.stop()
-        devices = self._plan.worker_devices
+        devices, launch = self._plan.worker_devices, self._plan.launch
+        here = (
+            f"{counted(len(devices), 'worker')} on {', '.join(dict.fromkeys(devices))}" if devices else "no worker here"
+        )
+        others = f", {f'{launch.nodes - 1}' if launch.nodes else 'all'} other nodes on Ray" if launch.ray else ""
         self._screen.say(
-            f"run {self._run.root}: server on {self._plan.master_device}, {counted(len(devices), 'worker')} on "
-            f"{', '.join(dict.fromkeys(devices))}; logs in the same directory"
+            f"run {self._run.root}: server on {self._plan.master_device}, {here}{others}; logs in the same directory"
         )
         if crowd := crowding(len(devices)):
             self._screen.warn(crowd)
@@ -215,13 +222,25 @@ def _server(plan: RunPlan, run: RunDir) -> Child:
     return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s)
 
 
-def _worker(plan: RunPlan, run: RunDir, number: int, needed: Callable[[], bool]) -> Child:
+def _gate(plan: RunPlan, run: RunDir, needed: Callable[[], bool], env: dict[str, str]) -> Child:
+    """The process that claims for workers of other machines."""
+    return Child(
+        name="nodes",
+        command=_command("nodes", run),
+        env=env,
+        log=run.nodes_log,
+        grace_s=plan.launch.stop_grace + GATE_GRACE_S,
+        restart=Restart(unless_first_exit=REFUSED, while_needed=needed),
+    )
+
+
+def worker_child(plan: RunPlan, run: RunDir, number: int, needed: Callable[[], bool], env: dict[str, str]) -> Child:
     """The process of worker `number`. `needed`: whether it is to be started again when it has ended."""
     worker = WorkerId(number)
     return Child(
         name=f"worker {number}",
         command=[*_command("worker", run), "--id", str(number)],
-        env=_environment(plan),
+        env=env,
         log=run.worker_log(worker),
         grace_s=min(STOP_GRACE_S, plan.launch.stop_grace),
         restart=Restart(unless_first_exit=REFUSED, while_needed=needed),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from async_grpo.errors import QueueError
 from async_grpo.queue.wakeups import IN_CREATE, IN_MODIFY, DirectoryWatch
@@ -27,6 +27,7 @@ class WorkerState(NamedTuple):
     id: WorkerId
     pid: int
     torch_device: str  # "cuda:1", "cpu"
+    workers: int = 1  # for which it claims: those of another machine claim through one
 
     @property
     def name(self) -> str:
@@ -35,6 +36,14 @@ class WorkerState(NamedTuple):
 
 def worker_lock(root: Path, worker: WorkerId | str) -> KernelLock:
     return KernelLock(root / "alive" / f"{worker}.lock")
+
+
+def claims_for_others(note: Mapping[str, Any]) -> bool:
+    """Whether the holder of a worker's lock claims for workers of another machine, by the note in it.
+
+    Its death says nothing of those, so it counts as no attempt at what they had.
+    """
+    return note.get("far") is True
 
 
 def live_workers(root: Path) -> list[WorkerState]:
@@ -49,7 +58,8 @@ def live_workers(root: Path) -> list[WorkerState]:
         holder = KernelLock(entry).holder() if worker else None
         if worker is None or holder is None or (holder["pid"] == server and "torch_device" not in holder):
             continue
-        states.append(WorkerState(worker, int(holder["pid"]), str(holder.get("torch_device", ""))))
+        device, workers = str(holder.get("torch_device", "")), holder.get("workers", 1)
+        states.append(WorkerState(worker, int(holder["pid"]), device, workers if type(workers) is int else 1))
     return sorted(states)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_grpo.errors import DiskFullError
 from async_grpo.queue.filesystem import OsFiles, job_files, set_aside_files
-from async_grpo.queue.liveness import worker_lock
+from async_grpo.queue.liveness import claims_for_others, worker_lock
 from async_grpo.queue.names import (
     COMPLETE,
     FAILED,
@@ -29,16 +29,18 @@ from async_grpo.queue.wakeups import JobPipe
 def recover_dead(root: Path, moves: Moves, max_attempts: int, *, counts: bool = True) -> list[int]:
     """Make the jobs of dead workers pending again; returns their sequence numbers.
 
-    Never takes from a live process. `counts` says whether the death counts as an attempt.
+    Never takes from a live process. `counts` says whether the death counts as an attempt; that of a process which
+    claims for another machine never does.
     """
     recovered: list[int] = []
     for worker in moves.claimants():
         lock = worker_lock(root, worker)
+        is_far = claims_for_others(lock.last_owner())
         if not lock.try_acquire():
             continue
         try:
             with suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
-                recovered += moves.release_claims(worker, max_attempts, counts=counts)
+                recovered += moves.release_claims(worker, max_attempts, counts=counts and not is_far)
         finally:
             lock.release()
     return recovered

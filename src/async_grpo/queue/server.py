@@ -160,8 +160,10 @@ class ServerQueue:
         self._next_evaluation += 1
         return self._next_evaluation - 1
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, attempt: int = 0) -> None:
         """Issue a job, or adopt what an earlier server left of it: a claim, a result, a group in done/.
+
+        attempt: of this try, where the job was tried elsewhere before.
 
         `DiskFullError` if there is no room: the job was not issued, submit it again.
         """
@@ -175,7 +177,7 @@ class ServerQueue:
         if not self._serves:  # the first job: from now on workers may claim
             self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
             self._serves = True
-        attempt = self._left.next_attempt.get(job.seq, 0)
+        attempt = self._left.next_attempt.get(job.seq, attempt)
         if job.seq not in self._left.files or not self._left.adopt(job.seq):
             self._moves.publish(encode_job(job), f"queue/{JobName(job.seq, attempt, PENDING)}")
         self._open[job.seq] = OpenJob(job, attempt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from typing import NamedTuple, Protocol
 
 from async_grpo.queue.names import JobName
@@ -29,7 +29,7 @@ class JobSource(Protocol):
     def name(self) -> str:
         """The worker's name, which its groups carry."""
 
-    def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
+    def claim(self, limit: int, skip: Container[int] = ()) -> list[Claim]:
         """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
 
         skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
@@ -52,7 +52,7 @@ class JobSource(Protocol):
     def hand_back(self, claim: Claim) -> None:
         """Pending again with the same attempt: this worker stops, or cannot serve the job now."""
 
-    def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
+    def wait(self, timeout_s: float, skip: Container[int] = ()) -> bool:
         """Sleep until there may be a job that is not in `skip`; False when the time is over."""
 
     def pending(self) -> int:

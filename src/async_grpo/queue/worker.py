@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.queue.codec import decode_job, encode_group
@@ -51,22 +51,28 @@ class WorkerQueue:
         *,
         durable: bool = False,
         files: Files | None = None,
+        far_workers: int = 0,
     ) -> Self:
         """Become the worker of this number, or the first that is free for None.
 
         `QueueError` names the process that has the number already.
 
         device: what it computes on, e.g. `cuda:1`; for people to read. May be called before there is a server.
+        far_workers: it claims for so many workers of another machine: they count as such where jobs are shared out,
+            and the end of this process is no attempt at their jobs.
         durable: every result is on the disk before its claim is dropped: a power cut costs no generated group.
         """
         root = Path(root)
+        note: dict[str, Any] = {"torch_device": device}
+        if far_workers:
+            note |= {"workers": far_workers, "far": True}
         if number is not None and WorkerId.parse(str(WorkerId(number))) is None:
             raise QueueError(f"The number of a worker must be from 0 to 9999, got {number}.")
         prepare_root(root)
         candidates = [WorkerId(n) for n in ([number] if number is not None else range(1, 1000))]
         for worker in candidates:
             lock = worker_lock(root, worker)
-            if _take(lock, device, patience_s=0 if number is None else _TAKEOVER_S):
+            if _take(lock, note, patience_s=0 if number is None else _TAKEOVER_S):
                 break
         else:
             holder = describe_holder(worker_lock(root, candidates[0]).holder())
@@ -77,14 +83,14 @@ class WorkerQueue:
             undo.callback(lock.release)
             queue = cls(root, worker, lock, files or OsFiles(root), durable=durable)
             undo.callback(queue._pipe.close)
-            queue._tidy_up()
+            queue._tidy_up(counts=not far_workers)
             undo.pop_all()
         return queue
 
-    def _tidy_up(self) -> None:
+    def _tidy_up(self, *, counts: bool) -> None:
         """Make pending what an earlier worker of this number left."""
         self._learn_server()
-        self._moves.release_claims(self.name, self._max_attempts, counts=self.served())
+        self._moves.release_claims(self.name, self._max_attempts, counts=counts and self.served())
 
     def close(self) -> None:
         """Hand back what this worker still has, and free its number."""
@@ -95,7 +101,7 @@ class WorkerQueue:
             self._lock.release()
             self._moves.files.close()
 
-    def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
+    def claim(self, limit: int, skip: Container[int] = ()) -> list[Claim]:
         self._lock.require()
         claims: list[Claim] = []
         if time.monotonic() < self._look_at:
@@ -125,7 +131,7 @@ class WorkerQueue:
         for claim in list(self._claims.values()):
             self.hand_back(claim)
 
-    def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
+    def wait(self, timeout_s: float, skip: Container[int] = ()) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
             if names := self._look(skip):
@@ -141,7 +147,7 @@ class WorkerQueue:
 
     def alive_workers(self) -> int:
         if time.monotonic() >= self._counted_until:
-            self._counted = len(live_workers(self.root))
+            self._counted = sum(worker.workers for worker in live_workers(self.root))
             self._counted_until = time.monotonic() + _COUNT_S
         return self._counted
 
@@ -159,7 +165,7 @@ class WorkerQueue:
         if type(run_id) is str and type(attempts) is int and attempts > 0:
             self._served_run, self._max_attempts = run_id, attempts
 
-    def _look(self, skip: Collection[int]) -> list[JobName]:
+    def _look(self, skip: Container[int]) -> list[JobName]:
         """Every pending job, the oldest first. Announce those that are left to others: none is in the pipe any more."""
         self._pipe.take(EVERYTHING)  # before the look, so that nothing falls between the two
         self._look_at = time.monotonic() + _PIPE_TRUST_S
@@ -212,16 +218,16 @@ class WorkerQueue:
         return Claim(job, name.attempt, mine)
 
 
-def _take(lock: KernelLock, device: str, patience_s: float) -> bool:
+def _take(lock: KernelLock, note: dict[str, Any], patience_s: float) -> bool:
     """Take a worker's lock; False if that worker is alive."""
     deadline = time.monotonic() + patience_s
-    while not lock.try_acquire({"torch_device": device}):
+    while not lock.try_acquire(note):
         if "torch_device" in (lock.holder() or {}) or time.monotonic() >= deadline:
             return False
         time.sleep(0.002)  # the server is making our predecessor's jobs pending
     return True
 
 
-def _oldest_first(jobs: Iterable[str], skip: Collection[int]) -> list[JobName]:
+def _oldest_first(jobs: Iterable[str], skip: Container[int]) -> list[JobName]:
     names = (parse_name(job + PENDING_END) for job in jobs)
     return sorted(name for name in names if name is not None and name.seq not in skip)

@@ -13,6 +13,7 @@ worker/
   last_weights/                 of a run from Python: its last weights, where no checkpoint has them
   evaluated.json  comparison.json             of `evaluate`: whose weights, and one model less the other
   hyperparameters.json          what the trainer was set to; no secrets
+  nodes.json                    the machines of a run with --ray; log_nodes.txt, log_node_NAME.txt
   board/                        what `async-grpo board` made of the files above
 """
 
@@ -39,7 +40,15 @@ ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
     *("consumed.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
     *("hyperparameters.json", "last_weights", "last_weights.part", "trainer_states.jsonl"),
-    *("run.json", SERVER_LOCK, "generator.lock", "refused.json", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
+    *(
+        "nodes.json",
+        "run.json",
+        SERVER_LOCK,
+        "generator.lock",
+        "refused.json",
+        "ps_ipc_handle.json",
+        "ps_ipc_handle_version.json",
+    ),
 )
 
 
@@ -103,6 +112,7 @@ class RunDir:
         self.tensorboard = self.root / "tensorboard"
         self.hyperparameters = self.root / "hyperparameters.json"
         self.board = self.root / "board"
+        self.nodes = self.root / "nodes.json"
         self.last_weights = self.root / "last_weights"
 
     @property
@@ -125,6 +135,15 @@ class RunDir:
     @property
     def server_log(self) -> Path:
         return self.root / "log_parameter_server.txt"
+
+    @property
+    def nodes_log(self) -> Path:
+        """Output of the process that claims for workers of other machines."""
+        return self.root / "log_nodes.txt"
+
+    def node_log(self, machine: str) -> Path:
+        """The last words of another machine's workers."""
+        return self.root / f"log_node_{machine}.txt"
 
     @property
     def vllm_server_log(self) -> Path:

@@ -61,6 +61,11 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "master_device_id": (["--master-device-id", "cpu"], None, "plan.master_device", CPU),
     "worker_device_ids": (["--worker-device-ids", "cpu"], None, "plan.worker_devices", (CPU,)),
     "accelerate_config": (["--accelerate-config", "none"], None, "plan.launch.accelerate_config", None),
+    "ray": (["--ray", "local", "--nodes", "2"], None, "plan.launch.ray", "local"),
+    "nodes": (["--nodes", "3", "--ray", "local"], None, "plan.launch.nodes", 3),
+    "workers_per_node": (["--workers-per-node", "4", "--ray", "auto"], None, "plan.launch.workers_per_node", 4),
+    "node_wait": (["--node-wait", "5", "--ray", "gpu1:6379"], None, "plan.launch.node_wait", 5.0),
+    "node_dir": (["--node-dir", "/scratch", "--ray", "auto"], None, "plan.launch.node_dir", "/scratch"),
     "resume": (["--resume"], None, "plan.training.resume", True),
     "overwrite": (["--overwrite"], REFUSED, "plan.launch.overwrite", True),
     "worker_timeout": (["--worker-timeout", "9"], REFUSED, "plan.launch.worker_timeout", 9.0),
@@ -105,6 +110,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "setup.py").write_text("def get_trainer(): ...\n")
     monkeypatch.setattr(train_command, "choose_generator", lambda *asked, **how: None)  # vLLM is not installed here
     monkeypatch.setattr("async_grpo.setup.devices.visible_gpus", lambda: 0)
+    monkeypatch.setattr("async_grpo.nodes.request.require_ray", lambda: None)  # nor is Ray
 
 
 @pytest.fixture

@@ -74,6 +74,13 @@ def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], s
         yield ("full_every",), _NO_VERSIONS
     if not args.eval_every:
         yield _OF_EVALUATIONS, "--eval-every 0 evaluates nothing. Leave this out, or give --eval-every a number."
+    if getattr(args, "ray", None) is None:
+        yield (
+            ("nodes", "workers_per_node", "node_wait", "node_dir"),
+            "without --ray all processes are here. Give --ray auto (or local, to try it), or leave this out.",
+        )
+        if getattr(args, "num_workers", None) == 0:
+            yield ("num_workers",), "0 leaves nobody to generate, without --ray. Give it a number of at least 1."
     if args.deterministic:
         yield (
             ("groups_per_claim", "score_concurrency", "score_alone"),

@@ -26,7 +26,7 @@ from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
 if TYPE_CHECKING:
     from async_grpo.deltas.callback import DeltaCallback
 
-IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config"}
+IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config", "ray"}
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
   async-grpo train my_trainer.py --device 0 --run-dir trl    the same, with its metrics in trl/, and continued by
@@ -37,6 +37,7 @@ EXAMPLES = """\
   async-grpo train my_trainer.py --distributed --dry-run     what would run where, batches, memory; starts nothing
   async-grpo train my_trainer.py --accelerate-config fsdp2.yaml --worker-device-ids 2,3
                                                              the trainer itself on several GPUs
+  async-grpo train my_trainer.py --ray auto --nodes 4        workers also on three other machines of a Ray cluster
   async-grpo train --resume                                  continue the run in worker/ with its own options
   async-grpo train grpo.yaml -n 2                            what `trl grpo --config grpo.yaml` trains
   async-grpo train --model_name_or_path M --dataset_name D --reward_funcs accuracy_reward -n 2"""
@@ -210,6 +211,10 @@ def _distributed(args: argparse.Namespace) -> int:
         weights=choose_weights(args.weights, exporting, workers, args.server_devices),
         ranks=ranks.processes,
     )
+    if plan.launch.ray is not None:
+        from async_grpo.nodes.request import check_request
+
+        check_request(plan)
     log_level(args.log_level)
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_distributed

@@ -1,0 +1,147 @@
+"""Ray: which machines there are, and an actor on one of them. The only module that imports it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_grpo.errors import UsageError
+from async_grpo.nodes.node import FarNode
+
+LOCAL = "local"
+LOCAL_ADDRESS = "127.0.0.2"  # of this machine alone; Ray replaces 127.0.0.1 by the address that others can reach
+LOCAL_STORE_BYTES = 256 * 2**20
+CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
+EXCHANGE, WEIGHTS = "exchange", "weights"  # groups of threads of an actor
+AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+
+
+class Machine(NamedTuple):
+    """A node of the cluster."""
+
+    node_id: str
+    name: str
+    address: str
+    cpus: float
+    gpus: int
+
+
+class RayNode:
+    """An actor on a machine, as the gate calls it. Each call returns at once."""
+
+    def __init__(self, handle: Any, ray: Any) -> None:
+        self._handle, self._ray = handle, ray
+
+    def facts(self) -> Future[dict[str, Any]]:
+        return self._future(self._handle.facts.remote())
+
+    def begin(self, order: dict[str, Any]) -> Future[str]:
+        return self._future(self._handle.begin.remote(order))
+
+    def exchange(self, jobs: Sequence[tuple[int, int, bytes]], states: bytes) -> Future[dict[str, Any]]:
+        method = self._handle.exchange.options(concurrency_group=EXCHANGE)
+        return self._future(method.remote([tuple(job) for job in jobs], states))
+
+    def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]:
+        return self._future(self._handle.receive.options(concurrency_group=WEIGHTS).remote(about, data))
+
+    def end(self, finished: bool) -> Future[None]:
+        return self._future(self._handle.end.remote(finished))
+
+    def kill(self) -> None:
+        """End the actor at once, wherever it is: one that is frozen ends when it thaws."""
+        with suppress(Exception):  # Ray may be gone
+            self._ray.kill(self._handle)
+
+    def _future(self, reference: Any) -> Future[Any]:
+        return reference.future()
+
+
+class Cluster:
+    """A connection to a cluster, in a `with` block. With `local` it is made here, and ended with the block.
+
+    Raises:
+        UsageError: there is no such cluster, or this process may not use it.
+    """
+
+    def __init__(self, address: str, *, nodes: int, cpus: float, run_id: str) -> None:
+        self._local: Any = None
+        self._folder = Path(tempfile.gettempdir()) / f"agrpo-{run_id}"
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        if address == LOCAL:
+            self._prepare_local()
+        import ray
+
+        self._ray = ray
+        try:
+            if address == LOCAL:
+                address = self._start_local(nodes, cpus)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            self.close()
+            raise UsageError(f"--ray {address}: Ray cannot be reached: {error}") from error
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def machines(self) -> list[Machine]:
+        """The living machines but this one, by name."""
+        here = self._ray.get_runtime_context().get_node_id()
+        others = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        return sorted(map(_machine, others), key=lambda machine: machine.name)
+
+    def start(self, machine: Machine, *, workers: int, gpus: int) -> RayNode:
+        """An actor with room for these workers, on this machine and no other. It may have to wait for the room."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor = self._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(FarNode)
+        place = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+        options = {"num_cpus": CPUS_A_WORKER * workers, "num_gpus": gpus, "max_restarts": 0}
+        return RayNode(actor.options(scheduling_strategy=place, **options).remote(), self._ray)
+
+    def put(self, data: Any) -> Any:
+        """Bytes in the cluster's store, for any number of calls."""
+        return self._ray.put(data)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        if self._local is not None:
+            self._local.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _prepare_local(self) -> None:
+        """Before Ray is imported: its files in a folder of their own, and a token that nobody else has."""
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a gate that was killed
+        self._folder.mkdir(mode=0o700)
+        os.environ.update({"RAY_TMPDIR": str(self._folder), AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)})
+        os.environ.pop("RAY_ADDRESS", None)
+
+    def _start_local(self, nodes: int, cpus: float) -> str:
+        from ray.cluster_utils import Cluster as LocalCluster
+
+        common: dict[str, Any] = {"include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
+        common |= {"node_ip_address": LOCAL_ADDRESS, "num_gpus": 0}
+        head = {**common, "num_cpus": 1, "node_name": "node1"}
+        self._local = LocalCluster(initialize_head=True, head_node_args=head)
+        for number in range(2, nodes + 1):
+            self._local.add_node(**common, num_cpus=math.ceil(cpus), node_name=f"node{number}")
+        return str(self._local.address)
+
+
+def _machine(node: dict[str, Any]) -> Machine:
+    address, name, has = node["NodeManagerAddress"], node["NodeName"], node["Resources"]
+    named = name if name and name != address else node["NodeManagerHostname"]
+    return Machine(node["NodeID"], named, address, float(has.get("CPU", 0)), int(has.get("GPU", 0)))

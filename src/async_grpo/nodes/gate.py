@@ -1,0 +1,323 @@
+"""The process on the server's machine that claims for other machines, and the only one that is connected to Ray.
+
+It has a thread for each node that the run asked for. A thread takes a machine, starts an actor there, and serves it
+until it is lost; then it takes a machine again, the same or another. The launcher starts the gate again when it dies.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from async_grpo.errors import AsyncGRPOError, PeerDiedError, UsageError
+from async_grpo.formatting import counted, for_people
+from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode
+from async_grpo.nodes.node import facts
+from async_grpo.nodes.seat import FarNodeSeat, Figures, NodeRefused
+from async_grpo.nodes.sending import PublishedVersions
+from async_grpo.nodes.tree import packed
+from async_grpo.queue import WorkerQueue
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.locks import server_alive
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.shape import as_json
+from async_grpo.setup.process import StopRequest
+from async_grpo.telemetry.activity import LOADING, Activity
+from async_grpo.telemetry.waiting import wait_until
+from async_grpo_ipc.errors import IPCError
+
+LOOK_S = 0.2
+RECORD_EVERY_S = 1.0
+DEFAULT_WORKERS = 2  # of a node without GPUs
+LOADING_S = 3600.0  # for the server to publish its first version
+START_S = 60.0  # for an actor that has room to answer
+END_S = 10.0  # for the nodes to end
+AGAIN_S = 2.0  # between tries to find a machine
+
+
+def run_gate(root: Path) -> None:
+    """Serve the nodes of the run in `root` until it ends.
+
+    Raises:
+        UsageError: the machines that were asked for are not there, or are not alike.
+        NodeRefused: a node's worker has refused the setup.
+    """
+    stop = StopRequest().install()
+    stop.defer()
+    run = RunDir(root)
+    state = run.state_of(None)
+    launch = state.plan.launch
+    assert launch.ray is not None, "the launcher starts it only then"
+    workers = launch.workers_per_node or DEFAULT_WORKERS
+    with Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id) as cluster:
+        _Gate(run, state, cluster, stop).run()
+
+
+class _Gate:
+    """The threads of a run's nodes, and what they share."""
+
+    def __init__(self, run: RunDir, state: RunState, cluster: Cluster, stop: StopRequest) -> None:
+        self._run, self._state, self._cluster, self._stop = run, state, cluster, stop
+        self._launch = state.plan.launch
+        self._tree = packed(state.plan.config)
+        self._facts = facts()
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        self._versions: PublishedVersions | None = None
+        self._mutex = threading.Lock()
+        self._taken: dict[str, int] = {}  # machine -> number of the worker that it is
+        self._trouble: BaseException | None = None
+        self._joined: set[int] = set()
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._figures: dict[int, Figures] = {}
+        self._restarts = 0
+
+    def run(self) -> None:
+        machines = self._wait_for_machines()
+        count = self._launch.nodes - 1 if self._launch.nodes else len(machines)
+        first = self._state.plan.num_workers + 1
+        threads = [
+            threading.Thread(target=self._guarded, args=(number,), name=f"node-{number}", daemon=True)
+            for number in range(first, first + count)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._watch()
+        finally:
+            self._goes_on.clear()
+            deadline = time.monotonic() + END_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            self._record()
+        if self._trouble is not None:
+            raise self._trouble
+
+    def _watch(self) -> None:
+        recorded = 0.0
+        while self._trouble is None and not self._is_over():
+            if time.monotonic() - recorded > RECORD_EVERY_S:
+                recorded = time.monotonic()
+                self._record()
+            time.sleep(LOOK_S)
+
+    def _is_over(self) -> bool:
+        return self._stop.requested or self._run.has_ended()
+
+    def _wait_for_machines(self) -> list[Machine]:
+        """As many as were asked for. `UsageError` says what is there instead."""
+        wanted = (self._launch.nodes or 2) - 1
+        deadline = time.monotonic() + self._launch.node_wait
+        while len(machines := self._cluster.machines()) < wanted:
+            if time.monotonic() > deadline:
+                there = ", ".join(f"{machine.name}: {_room_of(machine)}" for machine in machines) or "this one alone"
+                raise UsageError(
+                    f"{wanted + 1} nodes were asked for, {len(machines) + 1} are there after "
+                    f"{self._launch.node_wait:g} s (--node-wait): {there}. Start Ray on the others (`ray start "
+                    "--address=…`), or ask for fewer: --nodes."
+                )
+            if self._is_over():
+                return machines
+            time.sleep(LOOK_S)
+        return machines
+
+    # The thread of one node
+
+    def _guarded(self, number: int) -> None:
+        try:
+            while self._goes_on.is_set():
+                self._once(number)
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller: raised in the main thread
+            self._trouble = self._trouble or error
+
+    def _once(self, number: int) -> None:
+        """Serve one machine, until it is lost."""
+        machine = self._choose(number)
+        if machine is None:
+            self._pause()
+            return
+        activity = Activity()
+        workers, gpus = self._size_of(machine)
+        activity.publish(
+            self._run.root,
+            f"dev{number}",
+            device=f"{machine.name}: {counted(workers, 'worker')}",
+            run_id=self._state.run_id,
+            state=LOADING,
+        )
+        node = self._cluster.start(machine, workers=workers, gpus=gpus)
+        try:
+            self._serve(number, machine, node, activity, workers, gpus)
+            self._end(node)
+        except PeerDiedError as error:
+            if self._goes_on.is_set():
+                self._restarts += 1
+                logger.warning("{} {}: its groups are pending again", machine.name, error)
+                self._row(number, machine, gone=str(error))
+        finally:
+            node.kill()
+            with self._mutex:
+                self._taken.pop(machine.node_id, None)
+
+    def _serve(self, number: int, machine: Machine, node: RayNode, activity: Activity, workers: int, gpus: int) -> None:
+        began = time.monotonic()
+        self._compare(machine, self._await(node.facts(), machine, START_S + self._launch.node_wait))
+        why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
+        if why:
+            raise NodeRefused(f"{machine.name}: {why}")
+        versions = self._published()
+        if versions is None:
+            return
+        with closing(
+            WorkerQueue.open(self._run.root, number, f"{machine.name}: {workers} workers", far_workers=workers)
+        ) as queue:
+            logger.info(
+                "{} joins as dev{}: versions and setup file as here, {}, after {}",
+                machine.name,
+                number,
+                counted(workers, "worker"),
+                for_people(time.monotonic() - began),
+            )
+            seat = FarNodeSeat(
+                node,
+                queue,
+                versions,
+                self._state.plan,
+                name=machine.name,
+                workers=workers,
+                states=self._run.trainer_states,
+                log=self._run.node_log(machine.name),
+                activity=activity,
+            )
+            self._figures[number] = seat.figures
+            self._row(number, machine)
+            seat.serve(self._goes_on)
+
+    def _end(self, node: RayNode) -> None:
+        with suppress(Exception):  # it is killed next
+            node.end(self._run.has_ended()).result(END_S)
+
+    def _choose(self, number: int) -> Machine | None:
+        with self._mutex:
+            free = [machine for machine in self._cluster.machines() if machine.node_id not in self._taken]
+            if not free:
+                return None
+            machine = free[0]
+            self._taken[machine.node_id] = number
+            return machine
+
+    def _size_of(self, machine: Machine) -> tuple[int, int]:
+        """Workers and GPUs. One worker each, where there are GPUs."""
+        workers = self._launch.workers_per_node or machine.gpus or DEFAULT_WORKERS
+        return workers, min(workers, machine.gpus)
+
+    def _order(self, number: int, workers: int, gpus: int) -> dict[str, Any]:
+        devices = [str(index % gpus) for index in range(workers)] if gpus else ["cpu"] * workers
+        is_local = self._launch.ray == LOCAL
+        return {
+            "state": as_text(self._state),
+            "number": number,
+            "tree": self._tree,
+            "config": self._state.plan.config.name,
+            "devices": devices,
+            "threads": os.environ.get("OMP_NUM_THREADS") if is_local else None,
+            "node_dir": self._launch.node_dir,
+            "folder": str(Path.cwd()),
+        }
+
+    def _compare(self, machine: Machine, found: dict[str, Any]) -> None:
+        """`UsageError` where a node has other versions than this machine."""
+        here = self._facts["versions"]
+        for name, version in found["versions"].items():
+            if version != here.get(name):
+                raise UsageError(
+                    f"{machine.name} has {name} {version or '(not installed)'}, and the server "
+                    f"{here.get(name) or '(not installed)'}. Install the same on all nodes."
+                )
+        if self._state.plan.training.deterministic and found["cpu"] != self._facts["cpu"]:
+            raise UsageError(
+                f"--deterministic: {machine.name} has another processor than the server, which may compute other bits. "
+                "Use nodes of one kind, or leave --deterministic out."
+            )
+
+    def _await(self, answer: Future[Any], machine: Machine, seconds: float) -> Any:
+        """What a node answers. `PeerDiedError`: nothing, in this time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return answer.result(LOOK_S)
+            except NotYet:
+                if not self._goes_on.is_set():
+                    raise PeerDiedError("the run is over") from None
+                if time.monotonic() > deadline:
+                    raise PeerDiedError(
+                        f"has not started within {seconds:g} s: its CPUs, GPUs or memory may be used by others "
+                        f"({_room_of(machine)} in all)"
+                    ) from None
+            except Exception as error:
+                raise PeerDiedError(f"cannot start: {error}") from error
+
+    def _published(self) -> PublishedVersions | None:
+        """The server's versions, once there is one; None where the run is over before."""
+        with self._mutex:
+            if self._versions is None:
+                self._versions = wait_until(
+                    self._try_to_open, what="weights from the parameter server", timeout_s=LOADING_S, poll_s=LOOK_S
+                )
+            return self._versions or None
+
+    def _try_to_open(self) -> Any:
+        if not self._goes_on.is_set():
+            return False
+        with suppress(IPCError):
+            if server_alive(self._run.root) and self._run.weights_handle.exists():
+                return PublishedVersions(self._run.weights_handle, self._cluster.put)
+        return None
+
+    def _pause(self) -> None:
+        deadline = time.monotonic() + AGAIN_S
+        while self._goes_on.is_set() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+
+    # What others read
+
+    def _row(self, number: int, machine: Machine, gone: str = "") -> None:
+        self._rows[number] = {"name": machine.name, "worker": f"dev{number}", "gone": gone}
+
+    def _record(self) -> None:
+        """Write `nodes.json`, for `status`, metrics and the summary."""
+        rows = [self._row_of(number, row) for number, row in sorted(self._rows.items())]
+        with suppress(AsyncGRPOError, OSError):
+            write_json(self._run.nodes, {"nodes": rows, "restarts": self._restarts})
+
+    def _row_of(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        figures = self._figures.get(number, Figures())
+        return {
+            **row,
+            "weights_s": round(figures.weights_s, 4),
+            "weights_bytes": figures.weights_bytes,
+            "exchange_ms": round(1000 * figures.exchange_s, 2),
+            "bytes": figures.total_bytes,
+            "deltas": figures.deltas,
+            "wholes": figures.wholes,
+        }
+
+
+def as_text(state: RunState) -> str:
+    import json
+
+    return json.dumps(as_json(state))
+
+
+def _room_of(machine: Machine) -> str:
+    gpus = f", {counted(machine.gpus, 'GPU')}" if machine.gpus else ""
+    return f"{counted(math.floor(machine.cpus), 'CPU')}{gpus}"

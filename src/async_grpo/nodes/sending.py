@@ -1,0 +1,198 @@
+"""The server's weights, as pieces that travel to nodes: whole, or as the difference from what a node has.
+
+A version is copied from the slot that the server has published to the host once, for all nodes. The difference is that
+of `async_grpo_ipc.delta`, exact to the bit; the whole is the bytes of all tensors, in buckets.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo_ipc.attachment import Generations
+from async_grpo_ipc.delta import Buffer, digest, encode
+from async_grpo_ipc.delta.file import pack
+from async_grpo_ipc.delta.tensors import copied
+from async_grpo_ipc.layout import described
+
+if TYPE_CHECKING:
+    from async_grpo_ipc.attachment import Lease
+
+BUCKET_BYTES = 512 * 2**20
+LEASE_S = 30.0
+TRY_DELTA_EVERY = 16  # versions, where the last difference took longer than sending all
+
+Bytes = NDArray[np.uint8]
+Put = Callable[[Bytes], Any]  # into the cluster's store, once for all nodes; returns what a call can be given
+
+
+class WeightsPiece(NamedTuple):
+    """A part of a version: what it is, and its bytes as `Put` returned them."""
+
+    about: dict[str, Any]
+    data: Any
+    nbytes: int
+
+
+class _Difference(NamedTuple):
+    to: int  # version
+    data: Any
+    nbytes: int
+
+
+class _Whole(NamedTuple):
+    """A version in the host's memory."""
+
+    version: int
+    digest: str
+    buffers: dict[str, Buffer]  # what changes with every version
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+
+class PublishedVersions:
+    """What the server publishes at `handle`, ready to be sent. For several threads.
+
+    Raises:
+        IPCError: from the constructor: there is no live exporter (yet).
+    """
+
+    def __init__(self, handle: Path, put: Put) -> None:
+        self._put = put
+        self._generations = Generations(handle)
+        self._mutex = threading.RLock()
+        self._now: _Whole | None = None
+        self._static: dict[str, Buffer] = {}
+        self._frame = ""  # JSON: what the tensors are, for a node that has none yet
+        self._differences: dict[int, _Difference] = {}  # by the version that they start from
+        self._buckets: dict[tuple[int, int, bool], Any] = {}
+        self._encode_s = 0.0
+        self._bytes_per_s = 0.0
+        self._taken = 0
+
+    def newest(self) -> int | None:
+        """The newest version that the server has published, None before the first."""
+        with self._mutex:
+            found = self._generations.follow().newest()
+        return None if found is None else found.version
+
+    def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
+        """The newest version for a node that has `since`; None: it has nothing."""
+        with self._mutex:
+            now = self._take_newest()
+            steps = self._steps(since, now)
+        if steps and since is not None:
+            for step in steps:
+                yield WeightsPiece({"kind": "delta", "version": step.to}, step.data, step.nbytes)
+            return
+        yield from self._all_of(now, with_static=since is None)
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """Remember how fast a whole version went."""
+        self._bytes_per_s = nbytes / max(seconds, 1e-6)
+
+    def close(self) -> None:
+        self._generations.close()
+
+    def _take_newest(self) -> _Whole:
+        lease = self._generations.take_lease(LEASE_S)
+        try:
+            if self._now is not None and lease.version == self._now.version:
+                return self._now
+            buffers = self._copy(lease)
+        finally:
+            lease.attachment.end_lease(lease)
+        before, self._now = self._now, self._with_difference(lease.version, buffers)
+        self._buckets = {key: data for key, data in self._buckets.items() if key[0] == lease.version}
+        if before is None:
+            self._differences = {}
+        return self._now
+
+    def _copy(self, lease: Lease) -> dict[str, Buffer]:
+        attachment = lease.attachment
+        tensors, handle = attachment.tensors(lease.slot), attachment.handle
+        if not self._frame:
+            names = sorted(spec.name for spec in handle.static.tensors)
+            self._static = dict(copied((name, tensors[name]) for name in names))
+            frame: dict[str, Any] = {
+                "static": described(handle.static),
+                "slot": described(handle.slot),
+                "tied": dict(handle.tied),
+            }
+            frame |= {"complete": handle.complete, "buffers": handle.buffers, "static_digest": digest(self._static)}
+            self._frame = json.dumps(frame)
+        names = sorted(spec.name for spec in handle.slot.tensors)
+        found = dict(copied((name, tensors[name]) for name in names))
+        attachment.require_readable()
+        return found
+
+    def _with_difference(self, version: int, buffers: dict[str, Buffer]) -> _Whole:
+        """Encode what has changed since the version before, where that has been faster than sending all."""
+        before = self._now
+        self._taken += 1
+        nbytes = sum(buffer.nbytes for buffer in buffers.values())
+        send_s = nbytes / self._bytes_per_s if self._bytes_per_s else float("inf")
+        if before is None or (self._encode_s > send_s and self._taken % TRY_DELTA_EVERY):
+            return _Whole(version, digest(buffers), buffers)
+        began = time.monotonic()
+        delta = encode(before.buffers, buffers, base=before.digest)
+        data = np.frombuffer(b"".join(pack(delta, {})), np.uint8)
+        self._encode_s = time.monotonic() - began
+        if len(data) < min(nbytes, BUCKET_BYTES):
+            self._differences[before.version] = _Difference(version, self._put(data), len(data))
+            self._forget_old(nbytes)
+        return _Whole(version, delta.result, buffers)
+
+    def _forget_old(self, most_bytes: int) -> None:
+        """Drop the oldest differences that are together larger than the whole."""
+        kept = sum(step.nbytes for step in self._differences.values())
+        for version in sorted(self._differences):
+            if kept <= most_bytes:
+                break
+            kept -= self._differences.pop(version).nbytes
+
+    def _steps(self, since: int | None, now: _Whole) -> list[_Difference]:
+        """The differences that lead from `since` to now; none where one is missing."""
+        steps: list[_Difference] = []
+        at = since
+        while at is not None and at != now.version and at in self._differences:
+            steps.append(self._differences[at])
+            at = steps[-1].to
+        return steps if at == now.version else []
+
+    def _all_of(self, now: _Whole, *, with_static: bool) -> Iterator[WeightsPiece]:
+        parts = [*(self._static.values() if with_static else ()), *now.buffers.values()]
+        total = sum(part.nbytes for part in parts)
+        about = {"kind": "whole", "version": now.version, "digest": now.digest, "total": total}
+        for start in range(0, total, BUCKET_BYTES):
+            size = min(BUCKET_BYTES, total - start)
+            frame = {"frame": self._frame} if with_static and start == 0 else {}
+            key = (now.version, start, with_static)
+            with self._mutex:
+                data = self._buckets.get(key)
+                if data is None:
+                    data = self._put(cut(parts, start, size))
+                    if self._now is not None and self._now.version == now.version:
+                        self._buckets[key] = data
+            yield WeightsPiece({**about, **frame, "at": start}, data, size)
+
+
+def cut(parts: list[Buffer], start: int, size: int) -> Bytes:
+    """The bytes `start` to `start + size` of these tensors, one behind the other."""
+    out = np.empty(size, np.uint8)
+    at = 0
+    for part in parts:
+        first, last = max(start, at), min(start + size, at + part.nbytes)
+        if first < last:
+            out[first - start : last - start] = part.data[first - at : last - at]
+        at += part.nbytes
+    return out
