@@ -278,7 +278,7 @@ def test_steps_must_be_a_positive_number(value: str, setup_file: Path, capsys: p
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--num-workers", "0"],
+        ["--num-workers", "-1"],
         ["--max-staleness", "-1"],
         ["--max-attempts", "0"],
         ["--stop-grace", "0"],

@@ -239,6 +239,8 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--distributed", "--generator", "vllm-server", "--in-flight-update", "on"], "needs an engine in the worker"),
         (["--distributed", "--server-devices", "1"], "--server-devices names the GPUs of a server"),
         (["--distributed", "--gpu-memory", "40GB"], "add --dry-run"),
+        (["--distributed", "--nodes", "2", "--node-dir", "d"], "--nodes, --node-dir: without --ray all processes are"),
+        (["-n", "0"], "--num-workers: 0 leaves nobody to generate, without --ray"),
     ],
 )
 def test_what_would_change_nothing_is_refused(

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_training_run(args)
     if begun is not None:
         refuse_other_values(args, begun)
+    refuse_no_workers(args)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     plan = options.planned(
         args,
@@ -104,6 +105,12 @@ def _check_json(file: Path | None) -> None:
     """Before the evaluation, not after it."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise UsageError(f"--json {file} cannot be written: give a file in a folder that exists.")
+
+
+def refuse_no_workers(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for zero workers: an evaluation, and a generation, have those of this machine only."""
+    if args.num_workers == 0:
+        raise UsageError("--num-workers 0 leaves nobody to answer. Give it a number of at least 1.")
 
 
 def refuse_other_values(args: argparse.Namespace, state: RunState) -> None:

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.cli.compute.evaluate import place, recalled, refuse_other_values, refuse_training_run
+from async_grpo.cli.compute.evaluate import (
+    place,
+    recalled,
+    refuse_no_workers,
+    refuse_other_values,
+    refuse_training_run,
+)
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
@@ -69,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_other_values(args, begun)
     elif rows.out.exists():
         raise UsageError(f"{rows.out} exists. Choose another --out, or move it away.")
+    refuse_no_workers(args)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     plan = options.planned(
         args,
