@@ -27,7 +27,7 @@ from async_grpo.launch.launcher import REFUSED, worker_child
 from async_grpo.launch.supervisor import Exits, Supervisor
 from async_grpo.nodes.tree import unpack
 from async_grpo.queue import ServerQueue
-from async_grpo.queue.codec import decode_job
+from async_grpo.queue.codec import MAX_FILE_BYTES, decode_job
 from async_grpo.queue.names import shard
 from async_grpo.records import Job
 from async_grpo.rundir import paths as runs
@@ -35,7 +35,7 @@ from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import RunDir, RunState
-from async_grpo.rundir.reading import parse_object
+from async_grpo.rundir.reading import parse_object, read_file
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import CPU
 from async_grpo.setup.devices import threads_per_process
@@ -140,7 +140,7 @@ class _RunHere:
 
     def exchange(self, jobs: list[SentJob], states: bytes) -> Exchanged:
         """The newest call waits; one that waits ends when another comes."""
-        for line in states.decode().splitlines():
+        for line in states.decode().split("\n")[:-1]:
             self._states.append(line)
         with self._mutex:
             self._held += [(sent, decode_job(sent.data)) for sent in jobs]
@@ -214,7 +214,7 @@ class _RunHere:
         found = []
         for name in [*self._queue.finished("train"), *self._queue.finished("eval"), *self._queue.finished("generate")]:
             if self._queue.take(name) is not None:
-                found.append((name.seq, (self._run.root / shard(name.seq) / str(name)).read_bytes()))
+                found.append((name.seq, bytes(read_file(self._run.root / shard(name.seq) / str(name), MAX_FILE_BYTES))))
         self._queue.trim_done(KEEP_DONE, _Everything())
         return found
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.reading import LineReader
 from async_grpo.telemetry.activity import GENERATING, Activity
 from async_grpo.telemetry.waiting import wait_until
 
@@ -37,7 +39,7 @@ BUSY_S = 0.25
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this node
 WEIGHTS_POLL_S = 0.005
 PIECE_S = 600.0  # for a piece of weights to arrive
-STATES_BYTES = 1 << 20  # of trainer_states.jsonl, an exchange
+MOST_STATES = 1000  # lines of trainer_states.jsonl, an exchange
 
 
 class NodeCalls(Protocol):
@@ -106,7 +108,7 @@ class FarNodeSeat:
     ) -> None:
         self._calls, self._queue, self._versions, self._plan = calls, queue, versions, plan
         self._name, self._workers, self._activity = name, workers, activity
-        self._states, self._states_at, self._log = states, 0, log
+        self._states, self._log = LineReader(states), log
         self._claims: dict[int, Claim] = {}
         self._failed: dict[int, float] = {}  # job that failed here -> when (monotonic seconds)
         self._waiting: deque[_SentExchange] = deque()
@@ -225,15 +227,8 @@ class FarNodeSeat:
 
     def _new_states(self) -> bytes:
         """Whole lines of `trainer_states.jsonl` that the node does not have yet."""
-        try:
-            with self._states.open("rb") as file:
-                file.seek(self._states_at)
-                data = file.read(STATES_BYTES)
-        except FileNotFoundError:
-            return b""
-        data = data[: data.rfind(b"\n") + 1]
-        self._states_at += len(data)
-        return data
+        lines = islice(self._states.new_lines(), MOST_STATES)
+        return "".join(f"{line}\n" for line in lines).encode()
 
     # Weights, in a thread of their own: a long transfer is no silence
 

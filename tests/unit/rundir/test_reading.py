@@ -123,6 +123,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "envs/openenv.py": "the answer of a server that the user names",
     "launch/killed.py": "/proc and /sys",
     "launch/room.py": "/proc and /sys",
+    "nodes/node.py": "/proc",
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",
     "rollout/endpoint/doors.py": "/proc",
