@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, DiskFullError, RunDirError
@@ -35,6 +36,7 @@ from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
 from async_grpo.setup.process import StopRequest, ignore_stacks_signal, path_to_us
+from async_grpo.telemetry.nodes import read_nodes
 from async_grpo.telemetry.stalls import HangDetector
 
 GATE_GRACE_S = 20.0  # more than a worker gets: it ends those of other machines
@@ -115,8 +117,17 @@ class _Launch:
         restarts = sum(exit.starts - 1 for exit in supervisor.exits.values())
         with suppress(DiskFullError):  # the table lacks one figure
             lost = [f"{name} ({exit_reason(code)})" for name, code in supervisor.died.items() if name != SERVER]
-            summary.add(self._run.summary, server_pid=server.pid, worker_restarts=restarts, workers_lost=lost)
+            figures = {"worker_restarts": restarts, "workers_lost": lost, **self._node_figures()}
+            summary.add(self._run.summary, server_pid=server.pid, **figures)
         return self._conclude(exits, server)
+
+    def _node_figures(self) -> dict[str, Any]:
+        """What other machines were there, for the summary."""
+        record = read_nodes(self._run.nodes) if self._plan.launch.ray is not None else None
+        if record is None:
+            return {}
+        names = [node.name for node in record.nodes]
+        return {"nodes": names, "node_restarts": record.losses, "node_bytes": record.bytes}
 
     def _is_over(self, exits: Exits) -> bool:
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)

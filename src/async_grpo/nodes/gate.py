@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,16 @@ from async_grpo.errors import AsyncGRPOError, PeerDiedError, UsageError
 from async_grpo.formatting import counted, for_people
 from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode
 from async_grpo.nodes.node import facts
-from async_grpo.nodes.seat import FarNodeSeat, Figures, NodeRefused
+from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.nodes.tree import packed
 from async_grpo.queue import WorkerQueue
-from async_grpo.rundir.files import write_json
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import LOADING, Activity
+from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, write_nodes
 from async_grpo.telemetry.waiting import wait_until
 from async_grpo_ipc.errors import IPCError
 
@@ -52,13 +54,14 @@ def run_gate(root: Path) -> None:
         NodeRefused: a node's worker has refused the setup.
     """
     stop = StopRequest().install()
-    stop.defer()
+    sys.stdout = sys.__stdout__  # what Ray prints goes to the log file as it is
     run = RunDir(root)
     state = run.state_of(None)
     launch = state.plan.launch
     assert launch.ray is not None, "the launcher starts it only then"
     workers = launch.workers_per_node or DEFAULT_WORKERS
     with Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id) as cluster:
+        stop.install().defer()  # Ray has put a handler of its own in the place of ours
         _Gate(run, state, cluster, stop).run()
 
 
@@ -76,10 +79,9 @@ class _Gate:
         self._mutex = threading.Lock()
         self._taken: dict[str, int] = {}  # machine -> number of the worker that it is
         self._trouble: BaseException | None = None
-        self._joined: set[int] = set()
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._figures: dict[int, Figures] = {}
-        self._restarts = 0
+        self._has_joined: set[int] = set()  # numbers
+        self._unusable: set[str] = set()  # machines whose workers have failed time and again, or were refused later
+        self._rows: dict[int, NodeRecord] = {}
 
     def run(self) -> None:
         machines = self._wait_for_machines()
@@ -103,8 +105,15 @@ class _Gate:
             raise self._trouble
 
     def _watch(self) -> None:
-        recorded = 0.0
+        recorded, served = 0.0, time.monotonic()
         while self._trouble is None and not self._is_over():
+            if self._taken or self._state.plan.num_workers:
+                served = time.monotonic()
+            elif time.monotonic() - served > self._launch.node_wait:
+                raise PeerDiedError(
+                    f"No other machine is left, for {self._launch.node_wait:g} s (--node-wait), and there is no worker "
+                    "on this one. A machine that Ray has declared dead comes back with a new `ray start` only."
+                )
             if time.monotonic() - recorded > RECORD_EVERY_S:
                 recorded = time.monotonic()
                 self._record()
@@ -160,13 +169,22 @@ class _Gate:
             self._end(node)
         except PeerDiedError as error:
             if self._goes_on.is_set():
-                self._restarts += 1
-                logger.warning("{} {}: its groups are pending again", machine.name, error)
-                self._row(number, machine, gone=str(error))
+                self._lost(number, machine, error)
+        except (NodeRefused, NodeGaveUp, UsageError) as error:
+            if number not in self._has_joined and not isinstance(error, NodeGaveUp):
+                raise
+            self._unusable.add(machine.node_id)
+            self._lost(number, machine, error)
         finally:
             node.kill()
             with self._mutex:
                 self._taken.pop(machine.node_id, None)
+
+    def _lost(self, number: int, machine: Machine, error: AsyncGRPOError) -> None:
+        self._has_joined.add(number)
+        logger.warning("{} {}: its groups are pending again", machine.name, error)
+        row = self._rows.setdefault(number, NodeRecord(name=machine.name, worker=f"dev{number}"))
+        row.gone, row.gone_s, row.losses = str(error), time.monotonic(), row.losses + 1
 
     def _serve(self, number: int, machine: Machine, node: RayNode, activity: Activity, workers: int, gpus: int) -> None:
         began = time.monotonic()
@@ -187,7 +205,11 @@ class _Gate:
                 counted(workers, "worker"),
                 for_people(time.monotonic() - began),
             )
-            seat = FarNodeSeat(
+            before = self._rows.get(number, NodeRecord())
+            row = self._rows[number] = replace(
+                before, name=machine.name, worker=queue.name, workers=workers, gone="", gone_s=0.0
+            )
+            FarNodeSeat(
                 node,
                 queue,
                 versions,
@@ -197,10 +219,8 @@ class _Gate:
                 states=self._run.trainer_states,
                 log=self._run.node_log(machine.name),
                 activity=activity,
-            )
-            self._figures[number] = seat.figures
-            self._row(number, machine)
-            seat.serve(self._goes_on)
+                figures=row,
+            ).serve(self._goes_on)
 
     def _end(self, node: RayNode) -> None:
         with suppress(Exception):  # it is killed next
@@ -208,7 +228,11 @@ class _Gate:
 
     def _choose(self, number: int) -> Machine | None:
         with self._mutex:
-            free = [machine for machine in self._cluster.machines() if machine.node_id not in self._taken]
+            free = [
+                machine
+                for machine in self._cluster.machines()
+                if machine.node_id not in self._taken.keys() | self._unusable
+            ]
             if not free:
                 return None
             machine = free[0]
@@ -288,28 +312,10 @@ class _Gate:
         while self._goes_on.is_set() and time.monotonic() < deadline:
             time.sleep(LOOK_S)
 
-    # What others read
-
-    def _row(self, number: int, machine: Machine, gone: str = "") -> None:
-        self._rows[number] = {"name": machine.name, "worker": f"dev{number}", "gone": gone}
-
     def _record(self) -> None:
         """Write `nodes.json`, for `status`, metrics and the summary."""
-        rows = [self._row_of(number, row) for number, row in sorted(self._rows.items())]
         with suppress(AsyncGRPOError, OSError):
-            write_json(self._run.nodes, {"nodes": rows, "restarts": self._restarts})
-
-    def _row_of(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
-        figures = self._figures.get(number, Figures())
-        return {
-            **row,
-            "weights_s": round(figures.weights_s, 4),
-            "weights_bytes": figures.weights_bytes,
-            "exchange_ms": round(1000 * figures.exchange_s, 2),
-            "bytes": figures.total_bytes,
-            "deltas": figures.deltas,
-            "wholes": figures.wholes,
-        }
+            write_nodes(self._run.nodes, NodesRecord(nodes=tuple(self._rows[number] for number in sorted(self._rows))))
 
 
 def as_text(state: RunState) -> str:

@@ -13,6 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Container
 from contextlib import suppress
@@ -71,6 +72,7 @@ class Exchanged:
     workers: int = 0  # alive
     version: int | None = None  # that they can see
     refused: str = ""  # a worker's refusal, which ends the run
+    waited_s: float = 0.0  # for something to say
     gave_up: str = ""  # why this node cannot go on
 
 
@@ -148,8 +150,10 @@ class _RunHere:
         with self._changed:
             self._turn = turn = self._turn + 1
             self._changed.notify_all()
+            began = time.monotonic()
             self._changed.wait_for(lambda: self._has_news() or self._turn != turn, POLL_S)
             answer, self._answer = self._answer, Exchanged()
+        answer.waited_s = time.monotonic() - began
         answer.workers = len(self._queue.workers())
         answer.version = None if self._weights is None else self._weights.published
         return answer

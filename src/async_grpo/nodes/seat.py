@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from loguru import logger
 
 from async_grpo.archive.room import write_with_room
-from async_grpo.errors import BadGroupError, PeerDiedError, QueueError
+from async_grpo.errors import AsyncGRPOError, BadGroupError, PeerDiedError
 from async_grpo.nodes.node import SentJob
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.queue import Claim, WorkerQueue
@@ -31,6 +31,7 @@ from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import LineReader
 from async_grpo.telemetry.activity import GENERATING, Activity
+from async_grpo.telemetry.nodes import NodeRecord
 from async_grpo.telemetry.waiting import wait_until
 
 SILENCE_S = 10.0  # without an answer a node is lost
@@ -54,8 +55,14 @@ class NodeCalls(Protocol):
     def kill(self) -> None: ...
 
 
-class NodeRefused(QueueError):
-    """A worker of a node has refused the setup, or this node cannot work."""
+class NodeRefused(AsyncGRPOError):
+    """A worker of a node has refused the setup, or the node cannot have workers."""
+
+
+class NodeGaveUp(AsyncGRPOError):
+    """The workers of a node have failed time and again."""
+
+    exit_code = 1
 
 
 class _SentExchange(NamedTuple):
@@ -73,15 +80,6 @@ class _Skipped(Container[int]):
         return seq in self._failed or (self._evaluations and isinstance(seq, int) and seq >= NOT_TRAINED_ON)
 
 
-class Figures:
-    """Costs of one node, for metrics and `status`."""
-
-    def __init__(self) -> None:
-        self.weights_s = self.exchange_s = 0.0
-        self.weights_bytes = self.total_bytes = 0
-        self.deltas = self.wholes = 0
-
-
 class FarNodeSeat:
     """Serves one node, from its first exchange to its end.
 
@@ -91,6 +89,7 @@ class FarNodeSeat:
         workers: of the node.
         states: `trainer_states.jsonl` of the run.
         log: the last words of the node's workers are appended there.
+        figures: what it has cost is written there.
     """
 
     def __init__(
@@ -105,10 +104,11 @@ class FarNodeSeat:
         states: Path,
         log: Path,
         activity: Activity,
+        figures: NodeRecord,
     ) -> None:
         self._calls, self._queue, self._versions, self._plan = calls, queue, versions, plan
         self._name, self._workers, self._activity = name, workers, activity
-        self._states, self._log = LineReader(states), log
+        self._states, self._log, self._figures = LineReader(states), log, figures
         self._claims: dict[int, Claim] = {}
         self._failed: dict[int, float] = {}  # job that failed here -> when (monotonic seconds)
         self._waiting: deque[_SentExchange] = deque()
@@ -116,7 +116,6 @@ class FarNodeSeat:
         self._alive = 0
         self._done = threading.Event()
         self._trouble: BaseException | None = None  # of the thread that sends weights
-        self.figures = Figures()
 
     def serve(self, goes_on: threading.Event) -> None:
         """Exchange until `goes_on` is cleared.
@@ -154,7 +153,7 @@ class FarNodeSeat:
         except Exception as error:
             raise PeerDiedError(f"is gone: {_first_line(error)}") from error
         self._waiting.popleft()
-        self.figures.exchange_s = time.monotonic() - oldest.sent
+        self._figures.exchange_ms = round(1000 * (time.monotonic() - oldest.sent - answer["waited_s"]), 2)
         self._take(answer)
 
     def _send(self, claims: Sequence[Claim]) -> None:
@@ -201,8 +200,10 @@ class FarNodeSeat:
             if not self._claims:
                 self._activity.waits("jobs", on=["server"])
         self._activity.flush()
-        if answer["refused"] or answer["gave_up"]:
-            raise NodeRefused(answer["refused"] or answer["gave_up"])
+        if answer["refused"]:
+            raise NodeRefused(f"on node {self._name}: {answer['refused']}")
+        if answer["gave_up"]:
+            raise NodeGaveUp(answer["gave_up"])
 
     def _complete(self, seq: int, data: bytes) -> None:
         if (claim := self._claims.pop(seq, None)) is None:
@@ -213,7 +214,7 @@ class FarNodeSeat:
             write_with_room(lambda: self._queue.complete(claim, group), should_stop=self._done.is_set)
         except BadGroupError as error:
             self._queue.fail(claim, str(error))
-        self.figures.total_bytes += len(data)
+        self._figures.bytes += len(data)
         self._activity.no_longer_has(seq, done=True)
 
     def _fail(self, seq: int, reason: str) -> None:
@@ -262,10 +263,10 @@ class FarNodeSeat:
                 logger.warning("{} asks for the whole weights: {}", self._name, answer["why"])
                 return None
             has = answer["has"]
-        seconds, now = time.monotonic() - began, self.figures
+        seconds, now = time.monotonic() - began, self._figures
         if "whole" in kinds:
             self._versions.took(sent, seconds)
-        now.weights_s, now.weights_bytes, now.total_bytes = seconds, sent, now.total_bytes + sent
+        now.weights_s, now.weights_bytes, now.bytes = round(seconds, 4), sent, now.bytes + sent
         now.deltas, now.wholes = now.deltas + ("delta" in kinds), now.wholes + ("whole" in kinds)
         return has
 

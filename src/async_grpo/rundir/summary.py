@@ -160,7 +160,7 @@ def next_command(state_of_run: str, run: RunDir) -> str:
         return f"{command} {shlex.join(['board', _shortest(run.root), '--serve'])}"
     state = run.read_state()
     config = _shortest(state.plan.config) if state else "SETUP_FILE"
-    by_hand = state is not None and not state.plan.num_workers
+    by_hand = state is not None and not state.plan.num_workers and state.plan.launch.ray is None
     if state is not None and state.plan.trl:  # `--resume` knows the arguments of TRL
         start = ["server" if by_hand else "train"]
     else:

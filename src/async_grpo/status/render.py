@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -11,13 +12,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from async_grpo.formatting import eta, for_people, printable
+from async_grpo.formatting import counted, eta, for_people, printable, size
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.summary import program
 from async_grpo.status.diagnosis import DEAD
 from async_grpo.status.processes import ProcessView
 from async_grpo.status.snapshot import RunView
 from async_grpo.telemetry.activity import ENDING, TRAINING
+from async_grpo.telemetry.nodes import NodeRecord
 
 REASONS_SHOWN = 5
 _COLOURS = {TRAINING: "green", runs.FINISHED: "green", DEAD: "red", runs.FAILED: "red", runs.STOPPED: "yellow"}
@@ -153,6 +155,7 @@ def _outcome(view: RunView) -> Text:
 
 
 def _conclusions(view: RunView) -> Iterator[Text]:
+    yield from map(_node, view.nodes) if view.live else ()
     for stall in view.stalls:
         yield _plain(stall, "bold yellow")
     if view.tips:
@@ -162,6 +165,16 @@ def _conclusions(view: RunView) -> Iterator[Text]:
     if view.jobs_quarantined:
         command = f"async-grpo queue {shlex.quote(view.run_dir)} quarantine"
         yield _plain(f"{view.jobs_quarantined} prompt groups were given up: {command}", "yellow")
+
+
+def _node(node: NodeRecord) -> Text:
+    """What the weights of another machine cost, or since when it is gone."""
+    if node.gone:
+        since = for_people(time.monotonic() - node.gone_s)
+        return _plain(f"{node.name} ({node.worker}) gone since {since}: {node.gone}. It joins again when it is back")
+    how = "delta" if node.deltas > node.wholes else "whole"
+    weights = f"weights {size(node.weights_bytes)} a version ({how}), {node.weights_s:.2g} s"
+    return _plain(f"{node.name} ({node.worker}): {counted(node.workers, 'worker')}, {weights}", "dim")
 
 
 def _quarantine(view: RunView) -> Iterator[RenderableType]:

@@ -19,6 +19,7 @@ from async_grpo.status import diagnosis
 from async_grpo.status.processes import Processes, ProcessView, look_at_processes
 from async_grpo.telemetry import run_log
 from async_grpo.telemetry.activity import ENDING, TRAINING, ActivityRecord
+from async_grpo.telemetry.nodes import NodeRecord, read_nodes
 from async_grpo.telemetry.run_log import Rates
 from async_grpo_ipc.errors import IPCError
 
@@ -73,6 +74,7 @@ class RunView:
     trainer_waits: float | None  # share of the last minute
     workers_busy: float | None  # mean share of the last minute
     bottleneck: str
+    nodes: tuple[NodeRecord, ...]  # other machines of the run
     stalls: tuple[str, ...]  # one sentence for each process that is stalled
     tips: str  # the warning that the policy runs away from its rollouts; empty without one
     jobs_quarantined: int
@@ -115,7 +117,11 @@ def _look(run: RunDir, *, details: bool) -> RunView:
     summary = _read_summary(run) if state.state != RUNNING else None
     step = summary.get("steps", state.step) if summary else state.step if server.step is None else server.step
     rates = run_log.rates(run_log.last_steps(run.metrics, now, server.began_s), now) if training else None
-    shares = diagnosis.measure(processes, by_hand=not state.plan.num_workers) if training else None
+    shares = (
+        diagnosis.measure(processes, by_hand=not (state.plan.num_workers or state.plan.launch.ray))
+        if training
+        else None
+    )
     return RunView(
         run_dir=str(run.root),
         run_id=state.run_id,
@@ -138,6 +144,7 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         trainer_waits=shares.trainer_waits if shares else None,
         workers_busy=shares.workers_busy if shares else None,
         bottleneck=diagnosis.bottleneck(processes, shares) if training else "",
+        nodes=nodes.nodes if (nodes := read_nodes(run.nodes)) is not None else (),
         stalls=processes.stalls(),
         tips=state.tips,
         jobs_quarantined=counts.quarantined,

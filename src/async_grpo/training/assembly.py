@@ -69,6 +69,7 @@ class Parts:
         say_what_is_trained(trainer, settings)
         self.trainer, self.settings = trainer, settings
         self.run, self.run_id = run, state.run_id
+        self.has_nodes = state.plan.launch.ray is not None
         self.leader = Leader(trainer, ranks, stop)
         self.log = RunLog(run.metrics)
         self.metrics = RolloutMetrics(partial(trl_trainer.append_metric, trainer))

@@ -22,7 +22,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.assembly import Parts
-from async_grpo.training.reporting import append_queue
+from async_grpo.training.reporting import append_nodes, append_queue
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import TrainingEvents
 
@@ -97,6 +97,8 @@ class AsyncTraining(TrainingEvents):
             with self.metrics.server_is_busy():
                 self._publish_and_issue()
                 append_queue(self._trainer, self._parts.queue, self.metrics, self._publisher.version)
+                if self._parts.has_nodes:
+                    append_nodes(self._trainer, self._parts.run.nodes)
             stop = self._leader.should_stop() or (self.step >= self.total_steps and not self._evaluate_at_the_end())
         self._leader.go(stop=stop)
         return not stop

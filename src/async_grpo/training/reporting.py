@@ -16,6 +16,7 @@ from transformers.integrations import TensorBoardCallback
 
 from async_grpo.queue import JobSink
 from async_grpo.redaction import Redactor
+from async_grpo.telemetry.nodes import read_nodes
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.telemetry.trainer_states import StateWriter
 from async_grpo.training.job_issuer import plain_fields
@@ -53,7 +54,7 @@ def append_queue(trainer: GRPOTrainer, queue: JobSink, metrics: RolloutMetrics, 
         version: the newest that workers can see.
     """
     counts = queue.counts()
-    metrics.workers_alive(len(queue.workers()))
+    metrics.workers_alive(sum(worker.workers for worker in queue.workers()))
     for name, value in (
         ("async/queue_pending", counts.pending),
         ("async/queue_processing", counts.processing),
@@ -61,6 +62,13 @@ def append_queue(trainer: GRPOTrainer, queue: JobSink, metrics: RolloutMetrics, 
         ("async/weight_version", version or 0),
     ):
         append_metric(trainer, name, value)
+
+
+def append_nodes(trainer: GRPOTrainer, file: Path) -> None:
+    """Add what other machines cost to the training metrics, where the run has some."""
+    if (record := read_nodes(file)) is not None:
+        for name, value in record.metrics().items():
+            append_metric(trainer, name, value)
 
 
 class LogCallback(TrainerCallback):

@@ -32,7 +32,7 @@ MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
 EXTRA_BYTES = 256 * 2**20  # that further slots may take
 
 
-def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, recorded: bool = False) -> int:
+def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, readers: int = 0) -> int:
     """How many versions of the weights are kept at a time, so that one can nearly always be published.
 
     A worker on the server's device reads a version in place as long as it generates a batch, so each may hold another
@@ -41,13 +41,13 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
 
     Args:
         sharing: workers that read a version in place; None: unknown.
-        recorded: versions are copied into a chain of deltas, which is one reader more.
+        readers: what else reads a version to copy it: into a chain of deltas, to other machines.
     """
     held = max_staleness if sharing is None else min(sharing, max_staleness)
     slot_bytes = sum(count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
     least = SLOTS_OF_PULLERS if sharing == 0 else MIN_SLOTS
-    return min(least + max(0, extra) + recorded, MAX_SLOTS)
+    return min(least + max(0, extra) + readers, MAX_SLOTS)
 
 
 def slots_of(model: nn.Module, plan: RunPlan, generator: str | None) -> int:
@@ -62,7 +62,7 @@ def slots_of(model: nn.Module, plan: RunPlan, generator: str | None) -> int:
         model,
         max_staleness=settings.max_staleness,
         sharing=in_place if plan.num_workers else None,
-        recorded=settings.delta_every > 0,
+        readers=(settings.delta_every > 0) + (plan.launch.ray is not None),
     )
 
 
