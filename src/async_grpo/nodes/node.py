@@ -44,7 +44,7 @@ from async_grpo.setup.process import end_with_parent, path_to_us
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:
-    from async_grpo.nodes.receiving import Bytes
+    from async_grpo.nodes.receiving import Bytes, ReceivedWeights
 
 POLL_S = 1.0  # how long an exchange waits for something to say
 LOOK_S = 0.5
@@ -124,7 +124,6 @@ class _RunHere:
         self._answer = Exchanged()
         self._held: deque[tuple[SentJob, Job]] = deque()  # until their weights are here
         self._turn = 0
-        self._weights: Any = None
         self._ended = threading.Event()
         children = [
             worker_child(state.plan, self._run, number, self._needs_workers, _environment(state, order["threads"]))
@@ -132,6 +131,7 @@ class _RunHere:
         ]
         self._names = [child.name for child in children]
         self._logs = {child.name: LogTail(child.log, child.name) for child in children}
+        self._weights = _weights_at(self._run.weights_handle, workers=len(children))
         self._supervisor = Supervisor(children, say=self._say, look=self._look)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -155,14 +155,10 @@ class _RunHere:
             answer, self._answer = self._answer, Exchanged()
         answer.waited_s = time.monotonic() - began
         answer.workers = len(self._queue.workers())
-        answer.version = None if self._weights is None else self._weights.published
+        answer.version = self._weights.published
         return answer
 
     def receive(self, about: dict[str, Any], data: Bytes) -> dict[str, Any]:
-        from async_grpo.nodes.receiving import ReceivedWeights
-
-        if self._weights is None:
-            self._weights = ReceivedWeights(self._run.weights_handle, len(self._names))
         answer = self._weights.receive(about, data)
         with self._mutex:
             self._submit()
@@ -178,8 +174,7 @@ class _RunHere:
         for thread in self._threads:
             thread.join(2 * END_S)
         self._queue.close()
-        if self._weights is not None:
-            self._weights.close()
+        self._weights.close()
         self._lock.release()
         shutil.rmtree(self._run.root, ignore_errors=True)
 
@@ -187,7 +182,7 @@ class _RunHere:
 
     def _submit(self) -> None:
         """Issue the jobs whose weights workers can see."""
-        version = None if self._weights is None else self._weights.published
+        version = self._weights.published
         waiting: deque[tuple[SentJob, Job]] = deque()
         for sent, job in self._held:
             if version is not None and sent.version <= version:
@@ -272,6 +267,12 @@ class _RunHere:
     def _say(self, text: str) -> None:
         with self._changed:
             self._answer.log = [*self._answer.log, text][-MOST_LOG_LINES:]
+
+
+def _weights_at(handle: Path, *, workers: int) -> ReceivedWeights:
+    from async_grpo.nodes.receiving import ReceivedWeights  # and with it torch
+
+    return ReceivedWeights(handle, workers)
 
 
 class _Everything(Container[int]):

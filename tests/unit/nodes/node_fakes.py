@@ -1,0 +1,102 @@
+"""A node that a test plays, and jobs and groups for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from async_grpo.nodes.node import SentJob
+from async_grpo.queue.codec import decode_job, encode_group
+from async_grpo.records import Job, RolloutGroup
+
+RUN = "run-1"
+
+
+def a_job(seq: int, purpose: Any = "train") -> Job:
+    row = {"prompt": f"{seq}+{seq}="}
+    return Job(
+        run_id=RUN, seq=seq, row=row, num_generations=2, seed=seq, born_version=0, min_version=0, purpose=purpose
+    )
+
+
+def a_group(job: Job, *, attempt: int = 0, worker: str = "dev1") -> RolloutGroup:
+    return RolloutGroup(
+        job=job,
+        attempt=attempt,
+        worker=worker,
+        policy_version=0,
+        reward_names=("right",),
+        prompt_ids=np.array([1, 2], np.int32),
+        completion_lengths=np.array([1, 1], np.int32),
+        completion_ids=np.array([3, 4], np.int32),
+        sampling_logprobs=np.array([-0.5, -0.25], np.float32),
+        rewards=np.array([[1.0], [0.0]], np.float32),
+        completions=["a", "b"],
+    )
+
+
+class FakeVersions:
+    """Weights that need not be sent: the node has what a test says."""
+
+    def __init__(self, newest: int = 0) -> None:
+        self.at = newest
+
+    def newest(self) -> int | None:
+        return self.at
+
+    def pieces(self, since: int | None) -> Iterator[Any]:
+        return iter(())
+
+
+class FakeFarNode:
+    """Answers each exchange with what `work` makes of the jobs that it has.
+
+    Args:
+        work: takes a sent job and the job; returns a group, a reason for a failure, or None: not yet.
+    """
+
+    def __init__(self, work: Callable[[SentJob, Job], RolloutGroup | str | None], *, workers: int = 2) -> None:
+        self._work, self._workers = work, workers
+        self.version: int | None = 0
+        self.is_silent = False
+        self.sent: list[SentJob] = []
+        self.killed = False
+        self._have: list[tuple[SentJob, Job]] = []
+
+    def exchange(self, jobs: Sequence[SentJob], states: bytes) -> Future[dict[str, Any]]:
+        answer: Future[dict[str, Any]] = Future()
+        self.sent += jobs
+        self._have += [(sent, decode_job(sent.data)) for sent in jobs]
+        if not self.is_silent:
+            answer.set_result(self._answer())
+        return answer
+
+    def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]:
+        answer: Future[dict[str, Any]] = Future()
+        answer.set_result({"has": self.version, "published": self.version, "why": ""})
+        return answer
+
+    def end(self, finished: bool) -> Future[None]:
+        answer: Future[None] = Future()
+        answer.set_result(None)
+        return answer
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def _answer(self) -> dict[str, Any]:
+        done = [(sent, job, self._work(sent, job)) for sent, job in self._have]
+        self._have = [(sent, job) for sent, job, result in done if result is None]
+        return {
+            "groups": [(job.seq, encode_group(result)) for _, job, result in done if isinstance(result, RolloutGroup)],
+            "failures": [(job.seq, result) for _, job, result in done if isinstance(result, str)],
+            "log": [],
+            "workers": self._workers,
+            "version": self.version,
+            "refused": "",
+            "gave_up": "",
+            "waited_s": 0.0,
+        }

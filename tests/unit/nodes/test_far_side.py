@@ -1,0 +1,215 @@
+"""The far side without its workers: jobs wait for their weights, groups and failures are told, nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_fakes import RUN, a_group, a_job
+
+from async_grpo.errors import RunDirError
+from async_grpo.launch.supervisor import Child
+from async_grpo.nodes import node as far
+from async_grpo.nodes.node import Exchanged, SentJob, _RunHere
+from async_grpo.nodes.tree import packed
+from async_grpo.queue import WorkerQueue
+from async_grpo.queue.codec import decode_group, encode_job
+from async_grpo.rundir.locks import server_alive
+from async_grpo.rundir.paths import RUNNING, RunState
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.shape import as_json
+
+
+class FakeWeights:
+    """What the node's workers can see."""
+
+    published: int | None = None
+
+    def receive(self, about: dict[str, Any], data: bytes) -> dict[str, Any]:
+        self.published = about["version"]
+        return {"has": self.published, "published": self.published, "why": ""}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the gate would send; the one worker is a program that waits."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(far, "_weights_at", lambda handle, workers: FakeWeights())
+    monkeypatch.setattr(far, "POLL_S", 0.1)
+    monkeypatch.setattr(far, "LOOK_S", 0.05)
+    the_worker_is(monkeypatch, "import time; time.sleep(600)")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "setup.py").write_text("def get_trainer(): ...\n")
+    (tmp_path / "local").mkdir()
+    state = RunState(run_id=RUN, state=RUNNING, started="", plan=RunPlan(config=tmp_path / "project" / "setup.py"))
+    return {
+        "state": json.dumps(as_json(state)),
+        "number": 8,
+        "tree": packed(tmp_path / "project" / "setup.py"),
+        "config": "setup.py",
+        "devices": ["cpu"],
+        "threads": "1",
+        "node_dir": str(tmp_path / "local"),
+        "folder": str(tmp_path),
+    }
+
+
+def the_worker_is(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    def child(plan: RunPlan, run: Any, number: int, needed: Callable[[], bool], env: dict[str, str]) -> Child:
+        command = [sys.executable, "-S", "-c", program]
+        return Child(name=f"worker {number}", command=command, env=env, log=run.root / "log.txt", grace_s=0.3)
+
+    monkeypatch.setattr(far, "worker_child", child)
+
+
+@pytest.fixture
+def here(order: dict[str, Any]) -> Iterator[_RunHere]:
+    node = _RunHere(order)
+    try:
+        yield node
+    finally:
+        node.end(finished=False)
+
+
+def sent(seq: int, *, version: int = 0, attempt: int = 0) -> SentJob:
+    return SentJob(version, attempt, encode_job(a_job(seq)))
+
+
+def told(node: _RunHere, enough: Callable[[Exchanged], object]) -> Exchanged:
+    deadline = time.monotonic() + 30
+    while not enough(answer := node.exchange([], b"")):
+        assert time.monotonic() < deadline, vars(answer)
+    return answer
+
+
+def test_a_job_waits_for_its_weights(here: _RunHere) -> None:
+    with closing(WorkerQueue.open(here._run.root, 1, "cpu")) as worker:
+        here.exchange([sent(1, version=3), sent(2, version=4)], b"")
+        assert worker.pending() == 0
+        here.receive({"version": 3}, b"")
+        assert [claim.job.seq for claim in worker.claim(5)] == [1]
+        here.receive({"version": 4}, b"")
+        assert [claim.job.seq for claim in worker.claim(5)] == [2]
+        assert told(here, lambda answer: answer.workers).version == 4
+
+
+def test_a_group_and_a_failure_are_told_and_the_attempt_is_that_of_the_server(here: _RunHere) -> None:
+    here.receive({"version": 0}, b"")
+    here.exchange([sent(1, attempt=2), sent(2)], b"")
+    with closing(WorkerQueue.open(here._run.root, 1, "cpu")) as worker:
+        first, second = worker.claim(1) + worker.claim(1)
+        assert (first.job.seq, first.attempt) == (1, 2) or (second.job.seq, second.attempt) == (1, 2)
+        for claim in (first, second):
+            if claim.job.seq == 1:
+                worker.fail(claim, "ValueError: poison")
+            else:
+                worker.complete(claim, a_group(claim.job, attempt=claim.attempt))
+        groups: dict[int, bytes] = {}
+        failures: dict[int, str] = {}
+
+        def both(answer: Exchanged) -> bool:
+            groups.update(answer.groups)
+            failures.update(answer.failures)
+            return len(groups) == 1 and len(failures) == 1
+
+        told(here, both)
+    assert decode_group(groups[2]).job == a_job(2)
+    assert "ValueError: poison" in failures[1]
+
+
+def test_a_dead_worker_is_a_failure_and_the_job_may_come_again(here: _RunHere) -> None:
+    here.receive({"version": 0}, b"")
+    for attempt in range(2):
+        here.exchange([sent(1, attempt=attempt)], b"")
+        worker = WorkerQueue.open(here._run.root, 1, "cpu")
+        (claim,) = worker.claim(1)
+        assert claim.attempt == attempt
+        worker._lock.release()  # as the kernel does when it dies
+        answer = told(here, lambda answer: answer.failures)
+        assert answer.failures == [(1, "Worker dev1 died while it had this job.")]
+
+
+def test_lines_of_the_trainers_state_arrive(here: _RunHere) -> None:
+    here.exchange([], b'{"begins": 0}\n{"step": 1, "state": {}}\n')
+    assert here._run.trainer_states.read_text() == '{"begins": 0}\n{"step": 1, "state": {}}\n'
+
+
+def test_a_newer_exchange_ends_one_that_waits(here: _RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    monkeypatch.setattr(far, "POLL_S", 300.0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(here.exchange, [], b"")
+        while here._turn == 0:
+            time.sleep(0.001)
+        newer = ThreadPoolExecutor(1)
+        newer.submit(here.exchange, [], b"")
+        assert waiting.result(30).groups == []
+        here.end(finished=False)  # ends the newer one
+        newer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("program", "attribute"),
+    [
+        ("import sys; print('error: no such model'); sys.exit(2)", "refused"),
+        ("import sys; print('error: out of memory'); sys.exit(1)", "gave_up"),
+    ],
+)
+def test_workers_that_cannot_work_are_told(
+    program: str, attribute: str, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    the_worker_is(monkeypatch, program)
+    node = _RunHere(order)
+    try:
+        answer = told(node, lambda answer: answer.refused or answer.gave_up)
+        assert "error: " in getattr(answer, attribute)
+    finally:
+        node.end(finished=False)
+
+
+def test_nothing_is_left_at_the_end(order: dict[str, Any]) -> None:
+    node = _RunHere(order)
+    root = node._run.root
+    assert (root / "setup" / "setup.py").is_file() and root.stat().st_mode & 0o777 == 0o700
+    assert server_alive(root)
+    node.end(finished=True)
+    assert not root.exists()
+
+
+def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any]) -> None:
+    left, others = (Path(order["node_dir"]) / f"async-grpo-{run}-8-1" for run in (RUN, "run-2"))
+    left.mkdir()
+    others.mkdir()
+    node = _RunHere(order)
+    node.end(finished=False)
+    assert not left.exists() and others.exists()
+
+
+def test_a_folder_of_others_is_refused(order: dict[str, Any]) -> None:
+    order["node_dir"] = "/proc"
+    with pytest.raises((RunDirError, OSError)):
+        _RunHere(order)
+
+
+def test_facts_are_plain_values() -> None:
+    facts = far.facts()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["versions"]["torch"] and facts["versions"]["async-grpo"]
+
+
+def test_the_actor_has_no_handle_of_the_servers_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_IPC_HANDLE_PATH", "/elsewhere")
+    monkeypatch.setattr(far, "end_with_parent", lambda *given: None)
+    far.FarNode()
+    assert "CUDA_IPC_HANDLE_PATH" not in os.environ

@@ -1,0 +1,115 @@
+"""What `--ray` refuses before anything starts, and what of a project travels to nodes."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import UsageError
+from async_grpo.nodes import request, tree
+from async_grpo.nodes.request import check_request, require_ray
+from async_grpo.nodes.tree import packed, unpack
+from async_grpo.rundir.plan import RunPlan, TRLCall
+from async_grpo.settings import LaunchSettings, WorkerSettings
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "setup.py").write_text("import parts.rewards\n")
+    (folder / "parts" / "rewards.py").write_text("")
+    return folder
+
+
+def names(config: Path) -> set[str]:
+    with tarfile.open(fileobj=io.BytesIO(packed(config))) as tar:
+        return set(tar.getnames())
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [(None, r"pip install 'async-grpo\[ray\]'"), ("2.61.0", "needs Ray 2.60, and 2.61.0 is installed"), ("2.60.1", "")],
+)
+def test_the_version_of_ray(found: str | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(request, "version", version)
+    if not words:
+        require_ray()
+        return
+    with pytest.raises(UsageError, match=words):
+        require_ray()
+
+
+@pytest.mark.parametrize(
+    ("launch", "plan", "env", "words"),
+    [
+        ({"ray": "somewhere"}, {}, {}, "must be auto, local or HOST:PORT, got 'somewhere'"),
+        ({"ray": "local"}, {}, {}, "say of how many nodes, --nodes 2 or more"),
+        ({"ray": "auto", "nodes": 1}, {}, {}, "leaves nobody to generate"),
+        ({"ray": "auto"}, {}, {"ASYNC_GRPO_FUNCTION": "3"}, "write it into a file"),
+        ({"ray": "auto"}, {"trl": TRLCall([], ".")}, {}, "async-grpo init"),
+        ({"ray": "auto"}, {"work": WorkerSettings(server_devices="1")}, {}, "--server-devices names GPUs of this"),
+        ({"ray": "gpu1:6379"}, {}, {}, ""),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    launch: dict[str, Any],
+    plan: dict[str, Any],
+    env: dict[str, str],
+    words: str,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request, "require_ray", lambda: None)
+    asked = RunPlan(config=project / "setup.py", launch=LaunchSettings(**launch), **plan)
+    if not words:
+        check_request(asked, env)
+        return
+    with pytest.raises(UsageError, match=words):
+        check_request(asked, env)
+
+
+def test_a_project_travels_without_runs_checkpoints_and_hidden_files(project: Path) -> None:
+    for other, mark in (("worker", "run.json"), ("out", "trainer_state.json"), ("env", "pyvenv.cfg")):
+        (project / other).mkdir()
+        (project / other / mark).write_text("{}")
+    (project / ".secret").write_text("")
+    (project / "parts" / "__pycache__").mkdir()
+    (project / "parts" / "__pycache__" / "x.pyc").write_text("")
+    (project / "link.py").symlink_to("/etc/hostname")
+    assert names(project / "setup.py") == {"setup.py", "parts/rewards.py"}
+
+
+def test_what_git_ignores_stays(project: Path) -> None:
+    subprocess.run(["git", "-C", str(project), "init", "-q"], check=True)
+    (project / ".gitignore").write_text("*.bin\nsetup.py\n")
+    (project / "data.bin").write_bytes(b"x")
+    assert names(project / "setup.py") == {".gitignore", "setup.py", "parts/rewards.py"}
+
+
+def test_a_large_project_is_refused_with_the_way_out(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 1000)
+    (project / "data.csv").write_bytes(b"x" * 2000)
+    with pytest.raises(UsageError, match=r"has more than 1.0 kB: .* \.gitignore"):
+        packed(project / "setup.py")
+
+
+def test_a_project_arrives_as_it_was_and_nothing_outside_it(project: Path, tmp_path: Path) -> None:
+    unpack(packed(project / "setup.py"), tmp_path / "there")
+    assert (tmp_path / "there" / "setup.py").read_text() == "import parts.rewards\n"
+    hostile = io.BytesIO()
+    with tarfile.open(fileobj=hostile, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../outside"))
+    with pytest.raises(tarfile.OutsideDestinationError):
+        unpack(hostile.getvalue(), tmp_path / "again")

@@ -1,0 +1,231 @@
+"""A far node as a worker of the queue: what it makes arrives, and what it has comes back when it is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from node_fakes import RUN, FakeFarNode, FakeVersions, a_group, a_job
+
+from async_grpo.errors import PeerDiedError
+from async_grpo.nodes import seat as seats
+from async_grpo.nodes.node import SentJob
+from async_grpo.nodes.seat import FarNodeSeat, NodeRefused
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.queue.codec import decode_job
+from async_grpo.queue.names import NOT_TRAINED_ON
+from async_grpo.records import Job, RolloutGroup
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.setup.process import path_to_us
+from async_grpo.telemetry.activity import Activity
+from async_grpo.telemetry.nodes import NodeRecord
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerQueue]:
+    with closing(ServerQueue.open(tmp_path / "q", RUN, max_attempts=3)) as queue:
+        yield queue
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def answered(sent: SentJob, job: Job) -> RolloutGroup:
+    return a_group(job)
+
+
+def a_seat(
+    root: Path, node: FakeFarNode, versions: FakeVersions, queue: WorkerQueue, figures: NodeRecord
+) -> FarNodeSeat:
+    return FarNodeSeat(
+        node,
+        queue,
+        versions,  # type: ignore[arg-type]
+        RunPlan(config=Path("setup.py")),
+        name="gpu3",
+        workers=2,
+        states=root / "trainer_states.jsonl",
+        log=root / "log_node_gpu3.txt",
+        activity=Activity(),
+        figures=figures,
+    )
+
+
+@contextmanager
+def served(root: Path, node: FakeFarNode, versions: FakeVersions | None = None) -> Iterator[list[BaseException]]:
+    """The node as worker 8, in a thread; yields the errors that end it."""
+    ended: list[BaseException] = []
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def serve() -> None:
+        with closing(WorkerQueue.open(root, 8, "gpu3: 2 workers", far_workers=2)) as queue:
+            try:
+                a_seat(root, node, versions or FakeVersions(), queue, NodeRecord()).serve(goes_on)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                ended.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield ended
+    finally:
+        goes_on.clear()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def states(root: Path) -> list[str]:
+    return sorted(path.name.removesuffix(".safetensors")[8:] for path in (root / "queue").iterdir())
+
+
+def test_what_a_node_makes_arrives_with_its_name(server: ServerQueue) -> None:
+    for seq in range(6):
+        server.submit(a_job(seq))
+    with served(server.root, FakeFarNode(answered)):
+        until(lambda: len(server.finished()) == 6, "six groups")
+    groups = [server.take(name) for name in server.finished()]
+    assert {(group.worker, group.node, group.attempt) for group in groups if group} == {("dev8", "gpu3", 0)}
+    assert server.healing == type(server.healing)()
+
+
+def test_a_silent_node_gives_its_jobs_back_with_the_same_attempt(
+    server: ServerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats, "SILENCE_S", 0.1)
+    node = FakeFarNode(lambda sent, job: None)
+    for round_ in range(4):  # more often than a job may fail
+        with served(server.root, node) as ended:
+            if not round_:
+                server.submit(a_job(1))
+            until(lambda: states(server.root) == ["01.a00_processing_by_dev8"], "the claim")
+            node.is_silent = True
+            until(lambda: ended, "the silence to be noticed")
+        assert isinstance(ended[0], PeerDiedError) and "has not answered for 0.1 s" in str(ended[0])
+        assert states(server.root) == ["01.a00_pending"]
+        node.is_silent = False
+
+
+def test_a_failure_that_the_node_reports_counts(server: ServerQueue) -> None:
+    server.submit(a_job(1))
+    server.submit(a_job(2))
+    node = FakeFarNode(lambda sent, job: "ValueError: no answer" if job.seq == 1 else a_group(job))
+    with served(server.root, node):
+        until(lambda: server.finished() and 1 in server.given_up, "the poison to be given up")
+    assert [sent.attempt for sent in node.sent if decode_job(sent.data).seq == 1] == [0, 1, 2]
+    assert "on node gpu3: ValueError: no answer" in server.given_up[1].reason
+    assert [server.take(name) is not None for name in server.finished()] == [True]
+
+
+def test_a_job_carries_the_newest_version_of_its_claim(server: ServerQueue) -> None:
+    server.submit(a_job(1))
+    node, versions = FakeFarNode(answered), FakeVersions(7)
+    node.version = 5
+    with served(server.root, node, versions):
+        until(server.finished, "the group")
+    assert [sent.version for sent in node.sent] == [7]
+
+
+def test_an_evaluation_is_for_a_node_that_has_its_version(server: ServerQueue) -> None:
+    server.submit(a_job(1))
+    server.submit(a_job(NOT_TRAINED_ON, "eval"))
+    node, versions = FakeFarNode(answered), FakeVersions(7)
+    node.version = 6
+    with served(server.root, node, versions):
+        until(server.finished, "the group to train on")
+        assert not server.finished("eval") and len(node.sent) == 1
+        node.version = 7
+        until(lambda: server.finished("eval"), "the evaluation")
+
+
+def test_a_node_takes_its_share_and_no_more(server: ServerQueue) -> None:
+    for seq in range(9):
+        server.submit(a_job(seq))
+    node = FakeFarNode(lambda sent, job: None)
+    with closing(WorkerQueue.open(server.root, 1, "cpu")) as local, served(server.root, node):
+        until(lambda: len(node.sent) == 6, "two thirds, for two of three workers")
+        assert local.alive_workers() == 3
+        assert local.pending() == 3
+
+
+def test_a_node_without_workers_or_weights_claims_nothing(server: ServerQueue) -> None:
+    server.submit(a_job(1))
+    node = FakeFarNode(answered, workers=0)
+    with served(server.root, node):
+        until(lambda: node.version is not None, "nothing")
+        time.sleep(0.1)
+        assert not node.sent
+
+
+def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
+    node = FakeFarNode(answered)
+    server.submit(a_job(1))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("The actor died unexpectedly.\nlong explanation")
+
+    node._answer = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError), closing(WorkerQueue.open(server.root, 8, "x", far_workers=2)) as queue:
+        a_seat(server.root, node, FakeVersions(), queue, NodeRecord())._exchange()
+
+
+def test_a_refusal_names_the_node(server: ServerQueue) -> None:
+    node = FakeFarNode(answered)
+    before = node._answer
+    node._answer = lambda: {**before(), "refused": "error: no model"}  # type: ignore[method-assign]
+    with served(server.root, node) as ended:
+        until(lambda: ended, "the refusal")
+    assert isinstance(ended[0], NodeRefused) and str(ended[0]) == "on node gpu3: error: no model"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from async_grpo.queue import WorkerQueue
+queue = WorkerQueue.open(Path(sys.argv[1]), 8, "x", far_workers=int(sys.argv[2]))
+while not queue.claim(1):
+    time.sleep(0.01)
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("far_workers", "after"), [(2, "01.a00_pending"), (0, "01.a01_pending")])
+def test_the_death_of_a_gate_is_no_attempt_and_that_of_a_worker_is_one(
+    server: ServerQueue, far_workers: int, after: str
+) -> None:
+    server.submit(a_job(1))
+    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
+    command = [sys.executable, "-c", HOLDER, str(server.root), str(far_workers)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"has it\n"
+        holder.send_signal(signal.SIGKILL)
+    until(lambda: states(server.root) == [after], f"{after}, not {states(server.root)}")
+
+
+def test_what_a_dead_gate_left_is_taken_over_without_an_attempt(tmp_path: Path) -> None:
+    """The next gate may be faster than the server."""
+    with closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as server:
+        server.submit(a_job(1))
+        env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(server.root), "2"], env=env, stdout=subprocess.PIPE
+        ) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"has it\n"
+            holder.send_signal(signal.SIGKILL)
+        with closing(WorkerQueue.open(server.root, 8, "x", far_workers=2)):
+            assert states(server.root) == ["01.a00_pending"]

@@ -1,0 +1,149 @@
+"""Weights on their way to a node: what is published there is what was sent, bit by bit, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from async_grpo.nodes import sending
+from async_grpo.nodes.receiving import ReceivedWeights
+from async_grpo.nodes.sending import PublishedVersions
+from async_grpo_ipc import WeightExporter, open_remote_memory
+
+
+class Tied(nn.Module):
+    """Two layers that train, one that does not, and a second name for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16, bias=False)
+        self.again = self.first
+        self.short = nn.Parameter(torch.randn(33).to(torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+
+
+class Here:
+    """A server that publishes, and a node that receives, in one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = Tied()
+        self.exporter = WeightExporter.from_model(self.model, folder / "server.json", slots=3)
+        self.exporter.publish(0)
+        self.versions = PublishedVersions(folder / "server.json", lambda data: data.copy())
+        self.node = ReceivedWeights(folder / "node.json", workers=1)
+        self.handle = folder / "node.json"
+
+    def train(self, version: int, at: int = 0) -> None:
+        with torch.no_grad():
+            self.model.first.weight[at % 16] += 1.0
+        assert self.exporter.publish(version)
+
+    def send(self) -> list[dict[str, Any]]:
+        return [self.node.receive(piece.about, piece.data) for piece in self.versions.pieces(self.node.has)]
+
+    def kinds(self) -> set[str]:
+        return {piece.about["kind"] for piece in self.versions.pieces(self.node.has)}
+
+    def close(self) -> None:
+        self.node.close()
+        self.versions.close()
+        self.exporter.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Here]:
+    with closing(Here(tmp_path)) as both:
+        yield both
+
+
+def published(handle: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    with open_remote_memory(handle) as weights, weights.lease() as view:
+        return view.version, {name: tensor.clone() for name, tensor in view.items()}
+
+
+def assert_equal_there(here: Here, version: int) -> None:
+    found, tensors = published(here.handle)
+    assert found == version
+    expected = dict(here.model.named_parameters(remove_duplicate=False))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("bucket", [512 * 2**20, 100])
+def test_a_node_publishes_what_the_server_has(here: Here, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "BUCKET_BYTES", bucket)
+    here.send()
+    assert_equal_there(here, 0)
+    for version in range(1, 6):
+        here.train(version, at=version)
+        here.send()
+        assert_equal_there(here, version)
+
+
+def test_a_small_change_travels_as_a_difference_and_so_do_several(here: Here) -> None:
+    here.send()
+    here.train(1)
+    assert here.kinds() == {"delta"}
+    here.train(2, at=1)
+    assert [piece.about["version"] for piece in here.versions.pieces(here.node.has)] == [1, 2]
+    here.send()
+    assert_equal_there(here, 2)
+
+
+def test_what_does_not_train_goes_once(here: Here) -> None:
+    first = sum(piece.nbytes for piece in here.versions.pieces(None))
+    again = sum(piece.nbytes for piece in here.versions.pieces(-5))
+    assert first - again == here.model.frozen.nbytes
+
+
+def test_a_version_in_the_middle_of_its_way_is_not_published(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.send()
+    monkeypatch.setattr(sending, "BUCKET_BYTES", 100)
+    here.train(1)
+    pieces = list(here.versions.pieces(-5))
+    assert len(pieces) > 5
+    for piece in pieces[:-1]:
+        assert here.node.receive(piece.about, piece.data)["published"] == 0
+    assert published(here.handle)[0] == 0
+    assert here.node.receive(pieces[-1].about, pieces[-1].data)["published"] == 1
+    assert_equal_there(here, 1)
+
+
+def test_a_damaged_or_missing_piece_publishes_nothing_and_the_whole_heals(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.send()
+    monkeypatch.setattr(sending, "BUCKET_BYTES", 100)
+    here.train(1)
+    damaged = [piece.data.copy() for piece in here.versions.pieces(-5)]
+    damaged[0][3] ^= 1
+    abouts = [piece.about for piece in here.versions.pieces(-5)]
+    answers = [here.node.receive(about, data) for about, data in zip(abouts, damaged, strict=True)]
+    assert "has the hash" in answers[-1]["why"] and answers[-1]["has"] is None
+    assert published(here.handle)[0] == 0
+    answer = here.node.receive(abouts[2], damaged[2])
+    assert "missing" in answer["why"]
+    assert "no version here" in here.node.receive({"kind": "delta", "version": 2}, damaged[2])["why"]
+    here.send()
+    assert_equal_there(here, 1)
+
+
+def test_a_difference_that_was_damaged_asks_for_the_whole(here: Here) -> None:
+    here.send()
+    here.train(1)
+    (piece,) = here.versions.pieces(0)
+    broken = np.array(piece.data)
+    broken[-1] ^= 1
+    answer = here.node.receive(piece.about, broken)
+    assert answer["has"] is None and "damaged" in answer["why"]
+    assert published(here.handle)[0] == 0
+    here.send()
+    assert_equal_there(here, 1)
