@@ -7,10 +7,10 @@ import math
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from async_grpo.errors import UsageError
 from async_grpo.nodes.node import FarNode
 
 LOCAL = "local"
+SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75
 LOCAL_ADDRESS = "127.0.0.2"  # of this machine alone; Ray replaces 127.0.0.1 by the address that others can reach
 LOCAL_STORE_BYTES = 256 * 2**20
 CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
@@ -75,7 +76,7 @@ class Cluster:
 
     def __init__(self, address: str, *, nodes: int, cpus: float, run_id: str) -> None:
         self._local: Any = None
-        self._folder = Path(tempfile.gettempdir()) / f"agrpo-{run_id}"
+        self._folder = Path(SHORT) / f"agrpo-{run_id}"
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         if address == LOCAL:
@@ -111,6 +112,16 @@ class Cluster:
         place = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         options = {"num_cpus": CPUS_A_WORKER * workers, "num_gpus": gpus, "max_restarts": 0}
         return RayNode(actor.options(scheduling_strategy=place, **options).remote(), self._ray)
+
+    def open_to_the_network(self) -> str:
+        """Why others than this user may run code in the cluster; empty where they cannot."""
+        if os.environ.get(AUTH_MODE) == "token":
+            return ""
+        addresses = {node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}
+        reachable = sorted(address for address in addresses if not ip_address(address).is_loopback)
+        if not reachable:
+            return ""
+        return f"who can reach {reachable[0]} can run code as you: the cluster asks for no token"
 
     def put(self, data: Any) -> Any:
         """Bytes in the cluster's store, for any number of calls."""

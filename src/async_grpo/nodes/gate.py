@@ -84,6 +84,8 @@ class _Gate:
         self._rows: dict[int, NodeRecord] = {}
 
     def run(self) -> None:
+        if why := self._cluster.open_to_the_network():
+            logger.warning("{}. SECURITY.md says how to ask for one", why)
         machines = self._wait_for_machines()
         count = self._launch.nodes - 1 if self._launch.nodes else len(machines)
         first = self._state.plan.num_workers + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import gpu, machine, packages, sandbox, setup, weights
+from async_grpo.checks.doctor import cluster, gpu, machine, packages, sandbox, setup, weights
 from async_grpo.checks.doctor.finding import Check, Finding, Level, error
 
 
@@ -17,6 +17,7 @@ def checks(
     config: Path | None = None,
     config_values: Mapping[str, str] | None = None,
     gpu_memory: int | None = None,
+    ray: str | None = None,
 ) -> list[Check]:
     """Each yields its findings as it makes them. Only those on GPUs, weights and the setup file take seconds."""
     found = gpu.driver()
@@ -30,6 +31,8 @@ def checks(
         lambda: machine.place(run_dir),
         lambda: _devices(found),
     ]
+    if ray is not None:
+        every.append(lambda: cluster.cluster(ray))
     if config is not None:
         available = psutil.virtual_memory().available
         every.append(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.errors import UsageError
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import LaunchSettings, TrainingSettings
 from async_grpo.setup.generated.trl_arguments import setup_file
 
 EXAMPLES = """\
   async-grpo doctor                             this machine, and worker/ as the run directory
   async-grpo doctor --config my_trainer.py      also the trainer that the file returns: batches, lengths, memory
+  async-grpo doctor --ray auto                  also the other machines of a Ray cluster: versions, token, a call
   async-grpo doctor --json                      for scripts; exit code 1 where there is an error
   async-grpo doctor --dump worker               one archive about a run that hangs or failed, for a bug report"""
 
@@ -32,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     options.add_settings(parser, TrainingSettings, "set")
     options.add_gpu_memory(parser)
+    options.add_settings(parser, LaunchSettings, "ray")
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -67,7 +69,7 @@ def _check(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     found = []
-    for finding in findings(checks(args.run_dir, config, args.set, args.gpu_memory)):
+    for finding in findings(checks(args.run_dir, config, args.set, args.gpu_memory, args.ray)):
         found.append(finding)
         if not args.json:
             print(line(finding, colour=sys.stdout.isatty()), flush=True)

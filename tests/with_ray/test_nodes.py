@@ -1,0 +1,191 @@
+"""Runs with nodes on a real Ray cluster of this machine, nodes that are killed, frozen and refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
+
+from runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
+
+from async_grpo.archive.audit import audit
+from async_grpo.nodes.seat import SILENCE_S
+from async_grpo.queue.names import COMPLETE, parse_name
+from async_grpo.roles.replay import checkpoint_digest
+
+pytestmark = pytest.mark.integration
+
+STEPS = 24
+LOCAL = ("--ray", "local", "--workers-per-node", "1", "--eval-every", "0", "--nodes")
+TOKEN = "0123456789abcdef" * 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def having(run: Command, *words: str) -> list[psutil.Process]:
+    """The processes of the run with these words in their command."""
+    found = []
+    for child in run.children():
+        with suppress(psutil.NoSuchProcess):
+            line = " ".join(child.cmdline())
+            if all(word in line for word in words):
+                found.append(child)
+    return found
+
+
+def groups_of(run_dir: Path) -> int:
+    """Groups that nodes have made and the trainer has taken."""
+    names = (parse_name(path.name) for path in (run_dir / "done").rglob("*"))
+    return sum(name is not None and name.state == COMPLETE for name in names)
+
+
+def claims_of(run_dir: Path, worker: str) -> set[str]:
+    return {path.name for path in (run_dir / "queue").glob(f"*_processing_by_{worker}.*")}
+
+
+def no_longer_claimed(run_dir: Path, claims: set[str]) -> float:
+    """Seconds until none of these claims is there."""
+    began = time.monotonic()
+    while any((run_dir / "queue" / name).exists() for name in claims):
+        assert time.monotonic() - began < 60, "the claims of a lost node stay"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def processes_of_ray() -> set[int]:
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if process.name() in ("raylet", "gcs_server") or process.name().startswith("ray::"):
+                found.add(process.pid)
+    return found
+
+
+def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
+    """A far worker, an actor, the gate and a whole node are killed in one run, and an actor is frozen and thawed."""
+    before, run_dir, node_dir = processes_of_ray(), tmp_path / "worker", tmp_path / "nodes"
+    node_dir.mkdir()
+    options = ("-n", "0", *LOCAL, "3", "--node-dir", str(node_dir), "--steps", "100000")
+    with command("train", str(SETUP), *options, cwd=tmp_path, TEST_REWARD_S="0.05") as run:
+        run.wait_until(lambda: groups_of(run_dir) > 8, "groups of nodes")
+        seen = run.children()
+
+        def made_more() -> None:
+            had = groups_of(run_dir)
+            run.wait_until(lambda: groups_of(run_dir) > had + 32, "groups after a loss")
+
+        worker = run.wait_until(lambda: having(run, "async_grpo.cli worker", str(node_dir)), "a far worker")[0]
+        worker.kill()
+        made_more()
+        frozen = having(run, "ray::FarNode")[0]
+        names = [name for name in ("dev1", "dev2") if claims_of(run_dir, name)]
+        claims = {name: run.wait_until(lambda name=name: claims_of(run_dir, name), "claims") for name in names}
+        frozen.suspend()
+        for name in names:  # one of them is silent, the other goes on
+            assert no_longer_claimed(run_dir, claims[name]) < SILENCE_S + 20
+        run.wait_until(lambda: "has not answered for 10 s" in run.output, "the silence")
+        frozen.resume()
+        assert gone([frozen])
+        made_more()
+        run.wait_until(lambda: len(having(run, "ray::FarNode")) == 2, "both nodes")[0].kill()
+        made_more()
+        gate = having(run, "async_grpo.cli nodes")[0]
+        held = claims_of(run_dir, "dev1") | claims_of(run_dir, "dev2")
+        gate.kill()
+        no_longer_claimed(run_dir, held)
+        made_more()
+        actor = run.wait_until(lambda: having(run, "ray::FarNode"), "an actor")[0]
+        raylet = actor.parent()
+        assert raylet is not None and raylet.name() == "raylet"
+        raylet.kill()
+        made_more()
+        seen += run.children()
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 0, run.output
+    report = audit(run_dir)
+    assert report.anomalies == [] and report.duplicates == 0, report
+    assert report.attempts().keys() <= {1, 2}, "only the death of the far worker counts"
+    assert not (run_dir / "quarantine").exists() or not list((run_dir / "quarantine").iterdir())
+    assert gone(seen) and processes_of_ray() <= before
+    assert list(node_dir.iterdir()) == [] and not list(Path("/tmp").glob(f"agrpo-{report.run_id}"))
+    summary = read(run_dir / "summary.json")
+    assert summary["node_restarts"] >= 1 and summary["node_bytes"] > 0
+
+
+def test_the_weights_are_those_of_a_run_without_nodes(tmp_path: Path) -> None:
+    """Bit by bit, also where an actor is killed."""
+    digests = []
+    for name, options in (("here", ("-n", "1", "--eval-every", "0")), ("nodes", ("-n", "0", *LOCAL, "2"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        arguments = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", *options)
+        with command(*arguments, cwd=folder, TEST_REWARD_S="0.05") as run:
+            if name == "nodes":
+                run.wait_until(lambda folder=folder: len(steps_logged(folder / "worker")) > 4, "a few steps")
+                having(run, "ray::FarNode")[0].kill()
+            assert run.wait() == 0, run.output
+        digests.append(checkpoint_digest(folder / "checkpoints" / f"checkpoint-{STEPS}"))
+    assert digests[0] == digests[1]
+
+
+def test_a_setup_that_a_node_refuses_ends_the_run(tmp_path: Path) -> None:
+    refusing = Path(__file__).parent / "setups" / "refusing.py"
+    with command("train", str(refusing), "-n", "0", *LOCAL, "2", cwd=tmp_path) as run:
+        assert run.wait() == 2
+    assert "on node node2: error: there is no model of this name here" in run.output
+
+
+@contextmanager
+def a_cluster(nodes: int) -> Iterator[str]:
+    """A cluster of this machine that nobody else uses, in a process of its own; its address."""
+    folder = Path(f"/tmp/agrpo-t{os.getpid()}")
+    folder.mkdir(mode=0o700)
+    env = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    program = Path(__file__).parent / "cluster_of_nodes.py"
+    with subprocess.Popen(
+        [sys.executable, str(program), str(nodes)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.communicate()
+            for path in sorted(folder.rglob("*"), reverse=True):
+                with suppress(OSError):
+                    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            folder.rmdir()
+
+
+def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few machines, the doctor, a wrong token, and a run."""
+    with a_cluster(2) as address:
+        with command("doctor", "--ray", address, cwd=tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64) as wrong:
+            assert wrong.wait() == 1
+        assert "Ray cannot be reached" in wrong.output
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        with command("doctor", "--ray", address, cwd=tmp_path) as doctor:
+            doctor.wait()
+        assert "node2 (127.0.0.2): 4 CPUs, 0 GPUs; the same versions as here; a call takes" in doctor.output
+        options = ("--ray", address, "--node-wait", "2", "--eval-every", "0", "--steps", "4", "-n", "0")
+        with command("train", str(SETUP), *options, "--nodes", "4", cwd=tmp_path) as short:
+            assert short.wait() == 2
+        assert "4 nodes were asked for, 2 are there after 2 s (--node-wait): node2: 4 CPUs" in short.output
+        finish(tmp_path, *options, "--workers-per-node", "1", "--run-dir", "run", setup=SETUP)
+    assert audit(tmp_path / "run").anomalies == []
+    assert str(ROOT) not in (tmp_path / "run" / "nodes.json").read_text()
