@@ -22,7 +22,8 @@ OLDEST_FORMAT = 1  # that it reads
 
 T = TypeVar("T")
 Purpose = Literal["train", "eval", "generate"]
-OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")  # settings that a job may bring
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "eta")  # settings that a job may bring
+DIVERGENCE = "guidance/kl"  # in `RolloutGroup.metrics`: nats of each completion from the model's own distribution
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,8 +100,8 @@ class Job:
     )
     sampling: dict[str, Any] = header(
         "object",
-        "`temperature` (0: greedy), `top_p`, `top_k` (0: off), `min_p`, `max_tokens`; the trainer's for those that are "
-        "absent",
+        "`temperature` (0: greedy), `top_p`, `top_k` (0: off), `min_p`, `max_tokens`, `eta` (strength of guidance, or "
+        "`off`); the trainer's for those that are absent",
         item="sampling setting",
         default_factory=dict,
     )

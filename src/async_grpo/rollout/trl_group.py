@@ -136,10 +136,16 @@ def divided(columns: dict[str, list[Any]], parts: Sequence[slice]) -> list[dict[
     ]
 
 
-def refuse_unknown_sampling(job: Job) -> None:
+def refuse_unknown_sampling(job: Job, *, guided: bool = False) -> None:
+    """Raise `UnsupportedError` where a job sets what is not known, or asks a trainer for guidance that has none."""
     if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
         raise UnsupportedError(
             f"Job {job.seq} sets {', '.join(unknown)}. A job may set {', '.join(OWN_SAMPLING)} and nothing else."
+        )
+    if "eta" in job.sampling and not guided:
+        raise UnsupportedError(
+            f"Job {job.seq} sets eta, the strength of guidance, and this worker's trainer is not guided, or samples by "
+            "turns. Return guided(trainer, …) from the setup file, or evaluate without --eval-eta."
         )
 
 

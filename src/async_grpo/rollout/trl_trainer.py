@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.images import images_in, opened
-from async_grpo.records import Job
+from async_grpo.records import DIVERGENCE, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.left import leave, left
 from async_grpo.rollout.numberless import Numberless
@@ -37,6 +37,7 @@ from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
+from async_grpo.setup.sampling import guidance_of
 from async_grpo.setup.sampling_changes import SamplingChanges
 from async_grpo.telemetry.trainer_states import StateReader
 from async_grpo.tokens import Tokens, as_tokens, ids_and_logprobs, unsampled
@@ -100,6 +101,7 @@ class RolloutTrainer:
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
         self._numberless = Numberless()
+        self._is_guided = guidance_of(trainer) is not None
 
     @property
     def samples_whole(self) -> bool:
@@ -164,7 +166,7 @@ class RolloutTrainer:
             UnsupportedError: the job sets what no engine knows, an image cannot be read, or is in the prompt of a job
                 with `prefix_ids`.
         """
-        refuse_unknown_sampling(job)
+        refuse_unknown_sampling(job, guided=self._is_guided)
         self._refuse_changes(self.trainer)
         with self.view.during(job, version, users=False) as call:
             prepared = self._prepared(job, version)
@@ -201,7 +203,10 @@ class RolloutTrainer:
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
         with self.view.during(prepared.job, prepared.version, users=False) as call:
             made = RolloutBatch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
-        return made.group(prepared.job, slice(None), prepared.version, tokens)
+        group = made.group(prepared.job, slice(None), prepared.version, tokens)
+        if not sampled.divergences:
+            return group
+        return replace(group, metrics={**group.metrics, DIVERGENCE: sampled.divergences})
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         """Call the reward functions once, on whole groups of one kind, exactly as TRL would on a batch of them."""

@@ -11,13 +11,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import HF, VLLM
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from torch import Tensor
+    from transformers import GenerationConfig, LogitsProcessorList
     from trl import GRPOTrainer
 
 WITHOUT_SAMPLER = ("none", "trl")  # corrections that take the sampler's log-probabilities as TRL does, or not at all
@@ -56,6 +57,38 @@ _NOT_SAMPLING: dict[str, Any] = {
     **dict.fromkeys(("use_mtp", "token_healing"), False),
     "assistant_early_exit": None,
 }
+
+
+class Guided(Protocol):
+    """What a trainer has as `guidance` whose evaluations are decoded by more than its model (`guided`)."""
+
+    sampling: Mapping[str, Any]  # what jobs are sampled with where nobody says otherwise, as `Job.sampling`
+
+    def processors(
+        self,
+        sampling: Mapping[str, Any],
+        model: Any,
+        tokenizer: Any,
+        *,
+        attention_mask: Tensor | None,
+        temperature: float,
+    ) -> LogitsProcessorList:
+        """The logits processors of one batch, new for each: they come before the temperature (0: greedy)."""
+        ...
+
+
+def guidance_of(trainer: Any) -> Guided | None:
+    """What guides the decoding of this trainer's evaluations; None: its model alone decodes."""
+    return getattr(trainer, "guidance", None)
+
+
+def refuse_guided(trainer: Any) -> None:
+    """Raise `UnsupportedError` where a trainer that is to be trained is guided."""
+    if guidance_of(trainer) is not None:
+        raise UnsupportedError(
+            "A guided sampler is not the policy that the loss updates; evaluate with it, or leave `guided` out of the "
+            "setup file."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +155,8 @@ def check_sampling(
     Raises:
         UnsupportedError: the engine cannot do it, or not with this correction.
     """
+    if guidance_of(trainer) is not None:
+        _check_guided(trainer, generator)
     if generator is not None and evaluated_with and needs_kept_tokens(trainer, correction, generator):
         _check_evaluation(evaluated_with)
     refusals = []
@@ -153,6 +188,25 @@ def _check(sampling: Sampling, correction: str, generator: str) -> None:
             "generation_kwargs (the GRPOConfig's temperature is fine), or take --generator hf, whose log-probabilities "
             "are of the full softmax as the loss's, or --correction trl, which has that bias as TRL has it, or none, "
             "which ignores the sampler's."
+        )
+
+
+def _check_guided(trainer: Any, generator: str | None) -> None:
+    if generator not in (None, HF):
+        raise UnsupportedError(
+            f"--generator {generator} with guidance: vLLM takes logits processors when an engine starts, not with a "
+            "request, and has no keys and values for a value model. Take --generator hf."
+        )
+    turns = {name: getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")}
+    if found := [name for name, value in turns.items() if value]:
+        raise UnsupportedError(f"{found[0]} with guidance: it is for a single turn. Leave one of them out.")
+    if hasattr(trainer.model, "peft_config"):
+        raise UnsupportedError("An adapter with guidance: a head is of a model's own weights. Merge the adapter.")
+    changed = [one for one in effective_sampling(trainer, HF).departures() if not one.startswith("temperature=")]
+    if changed:
+        raise UnsupportedError(
+            f"{', '.join(changed)} with guidance: values are of the untruncated sampler. Set top_p to 1, top_k to 0 "
+            "and min_p to None in the GRPOConfig, and remove what else changes the distribution."
         )
 
 

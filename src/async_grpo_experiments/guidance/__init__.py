@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from async_grpo_experiments.guidance.head import HeadRecord, ValueHead
+    from async_grpo_experiments.guidance.processor import Guidance
+    from async_grpo_experiments.guidance.setup import guided
 
-__all__ = ["HeadRecord", "ValueHead"]
+__all__ = ["Guidance", "HeadRecord", "ValueHead", "guided"]
 
-_HOMES = {"HeadRecord": "head", "ValueHead": "head"}
+_HOMES = {"Guidance": "processor", "HeadRecord": "head", "ValueHead": "head", "guided": "setup"}
 
 
 def __getattr__(name: str) -> object:

@@ -120,9 +120,8 @@ class ValueHead(nn.Module):
     def load(cls, folder: str | Path) -> ValueHead:
         """The head of a folder, on the CPU; `checked_record` says what it refuses."""
         folder, record = Path(folder), checked_record(folder)
-        tokens = shaped(list[str | None], read_object(folder / VOCABULARY)["tokens"], VOCABULARY)
         backbone = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-        head = cls(backbone, record, tokens)
+        head = cls(backbone, record, tokens_of(folder))
         head.load_state_dict(load_file(folder / WEIGHTS), assign=True)
         return head.eval()
 
@@ -221,6 +220,11 @@ def checked_record(folder: str | Path) -> HeadRecord:
             "Copy the folder again, or train the head again."
         )
     return record
+
+
+def tokens_of(folder: str | Path) -> list[str | None]:
+    """The tokens by id, of a head on disk."""
+    return shaped(list[str | None], read_object(Path(folder) / VOCABULARY).get("tokens"), VOCABULARY)
 
 
 def _hash_of(file: Path) -> str:

@@ -365,10 +365,16 @@ def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> 
 
 def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
     unknown = replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})
+    guided = replace(job(4), sampling={"eta": 0.2})
     trl = object.__new__(RolloutTrainer)
-    for make in (lambda: trl.prepare(unknown, 0), lambda: rows_of(unknown)):
-        with pytest.raises(UnsupportedError, match=r"Job 3 sets typical_p. A job may set temperature, top_p, top_k"):
-            make()
+    trl._is_guided = False
+    for job_, message in (
+        (unknown, r"Job 3 sets typical_p. A job may set temperature, top_p, top_k"),
+        (guided, r"Job 4 sets eta, the strength of guidance, and this worker's trainer is not guided"),
+    ):
+        for make in (lambda job_: trl.prepare(job_, 0), rows_of):
+            with pytest.raises(UnsupportedError, match=message):
+                make(job_)
 
 
 def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class SampledGroup:
 
     prepared: PreparedGroup
     tokens: list[Tokens] = field(default_factory=list)  # [G], the end token included
+    divergences: list[float] = field(default_factory=list)  # [G], nats from the reference; none where not guided
     error: BaseException | None = None
 
 

@@ -18,7 +18,7 @@ from async_grpo.setup.generator_choice import (
     engine_inside,
 )
 from async_grpo.setup.own_generation import check_generation
-from async_grpo.setup.sampling import check_sampling, needs_kept_tokens, stop_tags, transformers_config
+from async_grpo.setup.sampling import check_sampling, guidance_of, needs_kept_tokens, stop_tags, transformers_config
 from async_grpo.telemetry.waiting import wait_until
 
 ENGINE_START_S = 1200.0  # for all engines of one GPU
@@ -113,6 +113,8 @@ def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
         pad_token_id=trl.pad_token_id,
         autocast=trainer.accelerator.autocast,
         stopping=_stopping(trainer),
+        guidance=guidance_of(trainer),
+        tokenizer=trainer.processing_class,
         most_groups=trainer.args.generation_batch_size // trainer.num_generations,
         device=trainer.accelerator.device,
     )

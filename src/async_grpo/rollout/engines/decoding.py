@@ -7,6 +7,10 @@ It gives the results of transformers' own loop, and differs from it in four thin
 * The completions of one prompt share its prefill.
 * Keys and values are written into a buffer that has room, instead of being copied for every token.
 
+A logits processor sees all rows, as from `generate`. One with a method `keep(rows_b)` is told which rows stay, and gets
+only those from then on. One with an attribute `divergences_b` says there how far the last token's distribution is from
+the one without it, in nats; None: it does not.
+
 Shapes: B rows were asked for, b of them are still decoded; P prompt tokens, V the vocabulary.
 """
 
@@ -45,6 +49,7 @@ class SamplingLoop:
     completions_BC: Tensor  # tokens sampled so far, then padding
     logprobs_BC: Tensor  # of the sampled tokens; what lies behind a row's length means nothing
     lengths_B: Tensor  # tokens sampled, the end token included
+    divergences_BC: Tensor | None = None  # of the processors, as `logprobs_BC`
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class SamplingLoop:
             ended = self._close_groups()
             if self.ended:
                 return ended
-            sampled_b = self._open_rows.without_ended(self._going_B, sampled_b)
+            sampled_b = self._open_rows.without_ended(self._going_B, sampled_b, self._processors)
         self._open_rows.step(sampled_b, self._sequences_BL[:, : self._place])
         return ended
 
@@ -116,9 +121,10 @@ class SamplingLoop:
         """One token for each row of the batch, written where it belongs; padding for rows that have ended."""
         rows_b, column = self._open_rows.rows_b, self._place - self._prompt_length
         logprobs_bV = torch.log_softmax(self._open_rows.logits_bV / self._temperature, dim=-1)
-        scores_bV = logprobs_bV
+        scores_bV = self._open_rows.logits_bV
         if self._processors:
             scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._open_rows)
+            self._note_divergences(column)
         if self._do_sample:
             sampled_b = torch.multinomial(torch.softmax(scores_bV, dim=-1), num_samples=1)[:, 0]
         else:
@@ -131,6 +137,13 @@ class SamplingLoop:
         if self._most_B is not None:
             self._going_B &= self.lengths_B < self._most_B
         return sampled_b
+
+    def _note_divergences(self, column: int) -> None:
+        for processor in self._processors:
+            if (divergences_b := getattr(processor, "divergences_b", None)) is not None:
+                if self.divergences_BC is None:
+                    self.divergences_BC = torch.zeros_like(self.logprobs_BC)
+                self.divergences_BC[self._open_rows.rows_b, column] = divergences_b
 
 
 class _OpenRows:
@@ -184,7 +197,7 @@ class _OpenRows:
             images = {} if self._vision is None else self._vision.of_rows(more_tokens=more_tokens)
         self._forward(input_ids, images, is_first_iteration=False)
 
-    def without_ended(self, going_B: Tensor, sampled_b: Tensor) -> Tensor:
+    def without_ended(self, going_B: Tensor, sampled_b: Tensor, processors: LogitsProcessorList) -> Tensor:
         """Let the rows that have ended leave, if they are enough; returns the sampled tokens of those that stay."""
         going_b = going_B[self.rows_b]
         ended = len(going_b) - int(going_b.sum())
@@ -193,6 +206,9 @@ class _OpenRows:
         stay = going_b.nonzero()[:, 0]
         self.rows_b = self.rows_b[stay]
         self._select(stay)
+        for processor in processors:
+            if hasattr(processor, "keep"):
+                processor.keep(stay)
         self._mask_bL = _where_padded(self._mask_bL)
         return sampled_b[stay]
 
@@ -219,12 +235,17 @@ class _OpenRows:
 
 def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, open_rows: _OpenRows) -> Tensor:
     """The scores to sample from. Processors see all B rows, as from `generate`: some keep a state for each row."""
-    logits_bV = open_rows.logits_bV
-    if len(logits_bV) == len(sequences_BL):
-        return processors(sequences_BL, logits_bV)
-    scores_BV = logits_bV.new_zeros(len(sequences_BL), logits_bV.shape[1])
-    scores_BV[open_rows.rows_b] = logits_bV
-    return processors(sequences_BL, scores_BV)[open_rows.rows_b]
+    scores_bV, rows_b = open_rows.logits_bV, open_rows.rows_b
+    if len(rows_b) == len(sequences_BL):
+        return processors(sequences_BL, scores_bV)
+    for processor in processors:
+        if hasattr(processor, "keep"):
+            scores_bV = processor(sequences_BL[rows_b], scores_bV)
+        else:
+            scores_BV = scores_bV.new_zeros(len(sequences_BL), scores_bV.shape[1])
+            scores_BV[rows_b] = scores_bV
+            scores_bV = processor(sequences_BL, scores_BV)[rows_b]
+    return scores_bV
 
 
 def _where_padded(mask: Tensor | None) -> Tensor | None:

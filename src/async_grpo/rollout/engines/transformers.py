@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -22,6 +23,7 @@ from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.tokens import as_tokens
 
 if TYPE_CHECKING:
+    from async_grpo.setup.sampling import Guided
     from async_grpo_ipc import RemoteWeights
 
 
@@ -35,6 +37,7 @@ class TransformersEngine(BatchEngine):
         config: sampling parameters (`setup.sampling.transformers_config`).
         loss_temperature: of the `GRPOConfig`.
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
+        guidance: of the trainer, and the tokenizer that it compares.
         stopping: what ends a row besides the end token and the length.
         device: where the model belongs, if it was loaded without weights.
     """
@@ -50,6 +53,8 @@ class TransformersEngine(BatchEngine):
         pad_token_id: int,
         autocast: Callable[[], AbstractContextManager[None]],
         most_groups: int,
+        guidance: Guided | None = None,
+        tokenizer: Any = None,
         stopping: StoppingCriteriaList | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -59,6 +64,7 @@ class TransformersEngine(BatchEngine):
         self._loss_temperature = loss_temperature
         self._pad_token_id = pad_token_id
         self._autocast = autocast
+        self._guidance, self._tokenizer = guidance, tokenizer
         self._stopping = stopping or StoppingCriteriaList()
 
     def follow(self, weights: RemoteWeights) -> PolicyWeights:
@@ -105,12 +111,26 @@ class TransformersEngine(BatchEngine):
                 attention_mask=attention_mask,
                 generation_config=config,
                 custom_generate=prepared_loop,
+                logits_processor=self._processors(groups[0].job.sampling, config, attention_mask),
                 stopping_criteria=self._stopping,
                 **({} if vision is None else vision.small()),
             )
             if not isinstance(prepared, partial):
                 raise TypeError(f"it returned a {type(prepared).__name__}")
             return prepared()
+
+    def _processors(
+        self, own: dict[str, Any], config: GenerationConfig, attention_mask: Tensor
+    ) -> LogitsProcessorList | None:
+        if self._guidance is None:
+            return None
+        return self._guidance.processors(
+            own,
+            self._model,
+            self._tokenizer,
+            attention_mask=attention_mask,
+            temperature=config.temperature if config.do_sample else 0.0,
+        )
 
 
 @contextmanager
@@ -147,4 +167,8 @@ def _completions(group: PreparedGroup, loop: SamplingLoop, rows: slice) -> Sampl
         [row[:length] for row, length in zip(padded_BC[rows, : max(lengths)].tolist(), lengths, strict=True)]
         for padded_BC in (loop.completions_BC, loop.logprobs_BC)
     )
-    return SampledGroup(prepared=group, tokens=as_tokens(token_ids, logprobs))
+    divergences: list[float] = []
+    if loop.divergences_BC is not None:
+        padded_GC = loop.divergences_BC[rows].tolist()
+        divergences = [sum(row[:length]) for row, length in zip(padded_GC, lengths, strict=True)]
+    return SampledGroup(prepared=group, tokens=as_tokens(token_ids, logprobs), divergences=divergences)

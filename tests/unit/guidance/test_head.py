@@ -1,0 +1,111 @@
+"""A head's folder, its losses, and the numbers that it adds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guided_models import head_of, reference
+
+from async_grpo.errors import BadFileError, UsageError
+from async_grpo_experiments.guidance import Guidance, ValueHead
+from async_grpo_experiments.guidance.offsets import centred, offsets
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return reference()
+
+
+@pytest.mark.parametrize("loss", ["bce", "mle"])
+def test_a_head_is_read_as_it_was_saved(model: Any, tmp_path: Path, loss: str) -> None:
+    head = head_of(model, loss=loss)
+    head.save(tmp_path)
+    read = ValueHead.load(tmp_path)
+    assert (read.record, read.tokens) == (head.record, head.tokens)
+    ids = torch.randint(2, 20, (2, 7))
+    assert torch.equal(read(ids).logits, head(ids).logits)
+    assert not [file for file in tmp_path.iterdir() if file.suffix not in (".json", ".safetensors")]
+
+
+@pytest.mark.parametrize("change", ["cut", "flip"])
+def test_damaged_weights_are_refused_by_name_and_hash(model: Any, tmp_path: Path, change: str) -> None:
+    head_of(model).save(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data[: -5 if change == "cut" else None])
+    for use in (ValueHead.load, lambda folder: Guidance(head=folder, eta=0.2)):
+        with pytest.raises(BadFileError, match=r"model.safetensors is damaged: its SHA-256 is [0-9a-f]{64}"):
+            use(tmp_path)
+
+
+def test_a_pickle_and_a_folder_without_a_head_are_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no head.json.$"):
+        ValueHead.load(tmp_path)
+    (tmp_path / "classifier.pt").touch()
+    for folder in (tmp_path, tmp_path / "classifier.pt"):
+        with pytest.raises(UsageError, match=r"A classifier\.pt is a pickle, which can run any code"):
+            ValueHead.load(folder)
+    head_of(model).save(tmp_path)
+    record = tmp_path / "head.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "format": 2}))
+    with pytest.raises(BadFileError, match="has format 2, and this version reads up to 1"):
+        ValueHead.load(tmp_path)
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse", "mle", "bradley_terry"])
+def test_training_lowers_each_loss_and_ignores_tokens_without_label(model: Any, loss: str) -> None:
+    head = head_of(model, trained=False, loss=loss, v_max=2.0)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    labels, mask = torch.tensor([[2.0] * 4, [0.0] * 4]), torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]])
+    pairs = torch.tensor([[0, 1]])
+    labels = labels / 2 if loss == "bradley_terry" else labels
+    first = head.loss(head(ids).logits, labels, mask, pairs)
+    assert torch.equal(head.loss(head(ids).logits, torch.where(mask > 0, labels, 7.0), mask, pairs), first)
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        found = head.loss(head(ids).logits, labels, mask, pairs)
+        found.backward()
+        optimizer.step()
+    assert found.item() < 0.1 * first.item()
+    logits = head(ids).logits[:, -1]
+    assert logits.shape == (2, 11 if loss == "mle" else 1)
+    levels = head.record.levels
+    best = levels[logits.argmax(-1)] if loss == "mle" else logits[:, 0]
+    assert best[0] > best[1]
+
+
+def test_offsets_are_the_log_mean_exp_of_the_return() -> None:
+    chances = torch.tensor([[0.2, 0.5, 0.3], [0.9, 0.0, 0.1]], dtype=torch.float64)
+    levels = torch.tensor([-1.0, 0.0, 1.0])
+    eta, more = 0.25, {"levels": levels, "v_min": -1.0, "v_max": 1.0}
+    found = offsets("histogram", chances.log().clamp_min(-1e4), eta=eta, **more)  # type: ignore[arg-type]
+    wanted = (chances * (levels / eta).exp()).sum(-1).log() + 1 / eta
+    torch.testing.assert_close(found, wanted)
+    means = (chances * (levels + 1) / 2).sum(-1)
+    for mode, formula in (("expectation", means.log()), ("contrastive", means * 2 / eta)):
+        torch.testing.assert_close(offsets(mode, chances.log().clamp_min(-1e4), eta=eta, **more), formula)  # type: ignore[arg-type]
+    p = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+    logits = torch.logit(p, eps=1e-300)[:, None]
+    torch.testing.assert_close(
+        offsets("bernoulli", logits, eta=eta, v_min=2.0, v_max=4.0), torch.log(1 - p + p * torch.tensor(2 / eta).exp())
+    )
+    torch.testing.assert_close(offsets("log_odds", logits, eta=0.5, beta=2.0), logits[:, 0])
+
+
+@pytest.mark.parametrize("mode", ["bernoulli", "histogram", "expectation", "contrastive", "log_odds"])
+def test_offsets_are_finite_however_sure_the_head_is(mode: str) -> None:
+    corners = torch.tensor([-1e4, 0.0, 1e4])
+    logits = torch.cartesian_prod(corners, corners) if mode == "histogram" else corners[:, None]
+    assert bool(offsets(mode, logits, eta=1e-3, levels=torch.tensor([0.0, 1.0])).isfinite().all())
+
+
+def test_tokens_without_a_score_count_as_the_worst_scored_one() -> None:
+    given = torch.tensor([[3.0, 1.0, -5.0, 2.0]])
+    assert centred(given).tolist() == [[8.0, 6.0, 0.0, 7.0]]
+    assert centred(given, torch.tensor([[True, True, False, True]])).tolist() == [[2.0, 0.0, 0.0, 1.0]]
