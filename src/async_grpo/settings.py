@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from async_grpo.errors import AsyncGRPOError, UsageError
 
@@ -64,6 +64,8 @@ class ArchiveLimit:
 
 DEFAULT_LIMIT = ArchiveLimit(10_000)
 DEFAULT_KS = (1, 5, 10)
+EVAL_SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # of evaluations, where nobody says otherwise
+Eta: TypeAlias = float | Literal["off"]  # strength of guidance, in units of the reward; off: none
 SEEDS = range(2**32)
 GENERATORS = ("hf", "vllm", "vllm-server")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
@@ -137,6 +139,26 @@ def _number_in(text: str, least: float, most: float) -> float:
     if not (least <= number <= most and math.isfinite(number)):
         bound = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise ArgumentTypeError(f"must be a number {bound}, got {text!r}")
+    return number
+
+
+def etas(text: str) -> tuple[Eta, ...]:
+    """`0.1,0.2,off`"""
+    found = tuple(_eta(part.strip()) for part in text.split(","))
+    if len(set(found)) < len(found):
+        raise ArgumentTypeError(f"names a strength twice: {text!r}")
+    return found
+
+
+def _eta(text: str) -> Eta:
+    if text == "off":
+        return "off"
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"must be over 0, in units of the reward, got {text!r}; off is no guidance")
     return number
 
 
@@ -275,11 +297,18 @@ class TrainingSettings:
         type=comma_separated,
         metavar="K,K",
     )
-    eval_temperature: float = setting(
-        0.6, "sampling temperature in evaluations; 0: greedy (default: 0.6)", type=not_negative_number, metavar="T"
+    eval_temperature: float | None = setting(
+        None,
+        "sampling temperature in evaluations; 0: greedy (default: 0.6; where guided, that of the head)",
+        type=not_negative_number,
+        metavar="T",
     )
-    eval_top_p: float = setting(0.95, "top_p in evaluations; 1: off (default: 0.95)", type=share, metavar="P")
-    eval_top_k: int = setting(20, "top_k in evaluations; 0: off (default: 20)", type=not_negative, metavar="K")
+    eval_top_p: float | None = setting(
+        None, "top_p in evaluations; 1: off (default: 0.95; where guided, 1)", type=share, metavar="P"
+    )
+    eval_top_k: int | None = setting(
+        None, "top_k in evaluations; 0: off (default: 20; where guided, 0)", type=not_negative, metavar="K"
+    )
     publish_dtype: str | None = setting(
         None,
         "dtype in which floating-point weights are published, and so kept by --delta-every (default: as they train)",
@@ -309,9 +338,10 @@ class TrainingSettings:
     resume: bool = setting(False, "continue the unfinished run in --run-dir")
     stall_warning: float = stall_warning()
 
-    def eval_sampling(self) -> dict[str, Any]:
-        """As `Job.sampling` has it."""
-        return {"temperature": self.eval_temperature, "top_p": self.eval_top_p, "top_k": self.eval_top_k}
+    def eval_sampling(self, otherwise: Mapping[str, Any] = EVAL_SAMPLING) -> dict[str, Any]:
+        """As `Job.sampling` has it; `otherwise` has what the options do not say."""
+        given = {"temperature": self.eval_temperature, "top_p": self.eval_top_p, "top_k": self.eval_top_k}
+        return {name: otherwise[name] if value is None else value for name, value in given.items()}
 
     def check(self) -> None:
         """Refuse options that contradict each other, or that something is missing for. `UsageError` says which."""

@@ -61,9 +61,9 @@ class Options(TypedDict, total=False):
     no_eval_first: bool
     eval_replicates: int
     eval_k: Sequence[int] | None
-    eval_temperature: float
-    eval_top_p: float
-    eval_top_k: int
+    eval_temperature: float | None
+    eval_top_p: float | None
+    eval_top_k: int | None
     publish_dtype: str | None
     delta_every: int
     full_every: int

@@ -23,6 +23,8 @@ class Answers:
     rewards: Sequence[float]  # [n]
     successes: Sequence[bool]  # [n]
     finals: Sequence[str | None] | None = None  # [n], the final answers, to vote on; None: nobody can tell them
+    divergences: Sequence[float] | None = None  # [n], nats from the reference; None: nobody has computed them
+    lengths: Sequence[int] = ()  # [n], tokens
     task: str = ""
     source: str = ""  # of the row, its `data_source`
 
@@ -72,6 +74,8 @@ def values_of(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, list[
         "success_rate": lambda answers: fmean(answers.successes),
         "reward_mean": lambda answers: fmean(answers.rewards),
     }
+    if all(answers.divergences is not None for answers in problems):
+        figures |= {"avg_kl": lambda answers: fmean(answers.divergences or ()), "avg_kl_per_token": _kl_per_token}
     for k in sorted(set(ks)):
         figures |= _at(k, vote=all(answers.finals is not None for answers in problems))
     return {name: [figure(one) for one in problems] for name, figure in figures.items()}
@@ -87,6 +91,10 @@ def _at(k: int, *, vote: bool) -> dict[str, Callable[[Answers], float]]:
     if vote:
         figures[f"maj@{k}"] = lambda answers: majority_at_k(answers, k)
     return figures
+
+
+def _kl_per_token(answers: Answers) -> float:
+    return sum(answers.divergences or ()) / sum(answers.lengths)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -120,7 +128,7 @@ def are_right_or_wrong(rewards: Iterable[float]) -> bool:
 
 def range_of(figure: str) -> Range | None:
     """The least and the greatest value that a figure can have; None: it depends on the reward functions."""
-    if figure == "reward_std":
+    if figure == "reward_std" or figure.startswith("avg_kl"):
         return (0.0, math.inf)
     return (0.0, 1.0) if _is_share(figure) else None
 

@@ -64,7 +64,7 @@ class Evaluation:
             purpose="eval",
             version=version,
             most_open=OPEN_AT_A_TIME,
-            finished=finished,
+            finished=[group for group in finished if group.job.sampling == sampling],
         )
         self.total, self.failed = self._asking.total, self._asking.failed  # problems
 

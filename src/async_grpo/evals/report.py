@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import BadFileError
 from async_grpo.evals.estimators import Answers, Estimate, are_right_or_wrong, differences, estimates
-from async_grpo.records import RolloutGroup
+from async_grpo.records import DIVERGENCE, RolloutGroup
 from async_grpo.rundir.files import LineFile, write_lines
 from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import shaped
@@ -60,7 +60,14 @@ class Judge:
         finals = None if self.final_answer is None else [_text(self.final_answer(one)) for one in group.completions]
         source = group.job.row.get("data_source")
         named = {"task": group.job.task, "source": source if isinstance(source, str) else ""}
-        return Answers(rewards=totals, successes=successes, finals=finals, **named)
+        return Answers(
+            rewards=totals,
+            successes=successes,
+            finals=finals,
+            divergences=group.metrics.get(DIVERGENCE),
+            lengths=group.completion_lengths.tolist(),
+            **named,
+        )
 
 
 def _text(final: Any) -> str | None:
@@ -104,6 +111,7 @@ class Evaluated:
         of_rewards, of_success = ["reward_mean", f"best@{k}"], ["success_rate", f"pass@{k}", "reward_mean"]
         names = of_success if self.knows_success else of_rewards
         shown = [f"{WORDS.get(name, name)} {_shown(self.figures[name])}" for name in names if not name.endswith("@1")]
+        shown += [f"{name} {_shown(self.figures[name])}" for name in ("avg_kl",) if name in self.figures]
         first = shown[0].replace("(", "(95% interval ", 1)
         of_tasks = ", ".join(f"{task} {figures[names[0]].value:.2f}" for task, figures in self.tasks.items())
         by_task = [f"by task: {of_tasks}"] if len(self.tasks) > 1 else []
@@ -162,7 +170,7 @@ def compare(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], *, ks: S
 
 
 class EvaluationLedger:
-    """`evaluations.jsonl`: what was evaluated in a run, each version once.
+    """`evaluations.jsonl`: what was evaluated in a run, each version once with each way of sampling.
 
     Args:
         resumed_from: the step of the checkpoint that this process continues from. Later versions have not happened:

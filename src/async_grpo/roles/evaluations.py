@@ -47,7 +47,11 @@ def run_evaluations(
     judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(hyperparameters(trainer, settings)))
 
     def begin(version: int) -> Evaluation:
-        more = {"seed": trainer.args.seed, "trainer_state": state_for_rewards(trainer)}
+        more = {
+            "sampling": settings.eval_sampling(),
+            "seed": trainer.args.seed,
+            "trainer_state": state_for_rewards(trainer),
+        }
         return evaluation_of(version, settings, queue, judge, problems, run_id=state.run_id, **more)
 
     ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from)
@@ -65,14 +69,13 @@ def run_evaluations(
 def evaluation_of(
     version: int, settings: TrainingSettings, queue: JobSink, judge: Judge, problems: Sequence[Problem], **more: Any
 ) -> Evaluation:
-    """Begin the evaluation of a version, sampled as the settings say. `more`: the other arguments of `Evaluation`."""
+    """Begin the evaluation of a version, as the settings say. `more`: the other arguments of `Evaluation`."""
     return Evaluation(
         queue,
         judge,
         problems,
         version=version,
         replicates=settings.eval_replicates,
-        sampling=settings.eval_sampling(),
         ks=settings.evaluated_ks(),
         **more,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -15,11 +15,16 @@ from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.problems import warn_of_duplicates
-from async_grpo.evals.report import EvaluationLedger, Judge, compare
+from async_grpo.evals.report import EvaluationLedger, Judge, compare, sampling_in_words
 from async_grpo.formatting import counted
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.setup.sampling import guidance_of
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 
 def run_evaluator(options: ServerOptions) -> None:
@@ -36,22 +41,55 @@ def run_evaluator(options: ServerOptions) -> None:
 def _evaluate_all(server: AnswerServer) -> bool:
     """Evaluate the models one after the other; False if the process was asked to stop."""
     run, settings = server.run, server.plan.training
+    samplings = _samplings(server.trainer, server.plan)
     begin = _beginning(server)
     evaluations: list[Evaluation] = []
     # Without earlier lines: all figures come from the groups again.
     with closing(EvaluationLedger(run.evaluations, server.state.run_id, resumed_from=-1)) as ledger:
         for version, model in enumerate(server.plan.models):
             server.weights.publish(version, model)
-            evaluation = begin(version)
-            logger.info("evaluating {} on {}", model, counted(evaluation.total, "problem"))
-            if not _finish(evaluation, ledger, server.should_stop):
-                return False
-            evaluations.append(evaluation)
-    if len(evaluations) == 2:
-        ours, theirs = (evaluation.answers for evaluation in evaluations)
-        difference = _difference(ours, theirs, settings.evaluated_ks())
-        write_with_room(lambda: write_json(run.comparison, difference), should_stop=server.should_stop)
+            for sampling in samplings:
+                evaluation = begin(version, sampling)
+                how = sampling_in_words(sampling)
+                logger.info("evaluating {} on {}, with {}", model, counted(evaluation.total, "problem"), how)
+                if not _finish(evaluation, ledger, server.should_stop):
+                    return False
+                evaluations.append(evaluation)
+    if len(server.plan.models) == 2:
+        half = len(samplings)
+        pairs = zip(samplings, evaluations[:half], evaluations[half:], strict=True)
+        differences = [
+            {"sampling": sampling, "figures": _difference(ours.answers, theirs.answers, settings.evaluated_ks())}
+            for sampling, ours, theirs in pairs
+        ]
+        write_with_room(
+            lambda: write_json(run.comparison, {"differences": differences}), should_stop=server.should_stop
+        )
     return True
+
+
+def _samplings(trainer: GRPOTrainer, plan: RunPlan) -> list[dict[str, Any]]:
+    """How each model is sampled, one evaluation after the other: guided ones at the head's temperature, untruncated."""
+    guidance = guidance_of(trainer)
+    if guidance is None:
+        if plan.etas:
+            raise UsageError(
+                f"--eval-eta: the trainer of {plan.config} is not guided. Return guided(trainer, …) from the setup "
+                "file, or leave --eval-eta out."
+            )
+        return [plan.training.eval_sampling()]
+    sampling = plan.training.eval_sampling(guidance.sampling)
+    if sampling["top_p"] != 1 or sampling["top_k"] != 0:
+        raise UsageError(
+            f"{sampling_in_words(sampling)} with guidance: values are of the untruncated sampler: set top_p to 1 "
+            "(--eval-top-p 1) and top_k to 0 (--eval-top-k 0), or leave both out."
+        )
+    if sampling["temperature"] not in (0, guidance.sampling["temperature"]):
+        raise UsageError(
+            f"--eval-temperature {sampling['temperature']}: the head has values of the sampler at temperature "
+            f"{guidance.sampling['temperature']}. Give that, or 0 for greedy decoding, or leave it out."
+        )
+    return [{**sampling, "eta": eta} for eta in plan.etas or (guidance.sampling["eta"],)]
 
 
 def _difference(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], ks: Sequence[int]) -> dict[str, Any]:
@@ -60,11 +98,11 @@ def _difference(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], ks: 
     except ValueError as error:
         logger.warning("there is no difference to tell: {}", error)
         figures = {}
-    return {"figures": {name: asdict(figure) for name, figure in figures.items()}}
+    return {name: asdict(figure) for name, figure in figures.items()}
 
 
-def _beginning(server: AnswerServer) -> Callable[[int], Evaluation]:
-    """Makes the evaluation of a version on the trainer's `eval_dataset`."""
+def _beginning(server: AnswerServer) -> Callable[[int, dict[str, Any]], Evaluation]:
+    """Makes the evaluation of a version, sampled in a way, on the trainer's `eval_dataset`."""
     from async_grpo.roles.evaluations import evaluation_of, problems_of
 
     run, plan, trainer = server.run, server.plan, server.trainer
@@ -75,7 +113,9 @@ def _beginning(server: AnswerServer) -> Callable[[int], Evaluation]:
     judge = Judge.of(trainer.reward_funcs, rule_of(server))
     finished = [found.group for found in FinishedGroups(run.root).evaluated()]
     more = {"run_id": server.state.run_id, "seed": trainer.args.seed, "finished": finished}
-    return lambda version: evaluation_of(version, plan.training, server.queue, judge, problems, **more)
+    return lambda version, sampling: evaluation_of(
+        version, plan.training, server.queue, judge, problems, sampling=sampling, **more
+    )
 
 
 def _finish(evaluation: Evaluation, ledger: EvaluationLedger, should_stop: Callable[[], bool]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from async_grpo.settings import CPU, LaunchSettings, TrainingSettings, Way, WorkerSettings
+from async_grpo.settings import CPU, Eta, LaunchSettings, TrainingSettings, Way, WorkerSettings
 
 OF_ONE_START = ("resume", "overwrite")  # and of no later one
 
@@ -38,6 +38,7 @@ class RunPlan:
     trl: TRLCall | None = None  # what the setup file was written for
     models: tuple[str, ...] = ()  # to evaluate, the first against the second where there are two; trains nothing then
     rows: SampledRows | None = None  # to sample with the only one of `models`
+    etas: tuple[Eta, ...] = ()  # strengths of guidance to evaluate them with; none: as the setup file says
     master_device: str = CPU  # or the index of the server's GPU
     worker_devices: tuple[str, ...] = ()  # of the workers that the launcher starts; none: they are started by hand
     weights: Way = "auto"  # what --weights came to

@@ -16,7 +16,7 @@ from async_grpo.setup.openai_harness import check_agent
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
 from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.replaced import replaced_by_user
-from async_grpo.setup.sampling import check_sampling
+from async_grpo.setup.sampling import check_sampling, refuse_guided
 from async_grpo.training import trl_trainer
 from async_grpo.training.corrections.checks import check, describe, describe_noise
 from async_grpo.training.corrections.rule import rule_of
@@ -39,6 +39,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
         UnsupportedError: the trainer uses something that cannot run distributed, or not with this correction.
         UsageError: two settings exclude each other.
     """
+    refuse_guided(trainer)
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     if settings.filter_zero_variance and not compares_groups(trainer):

@@ -74,7 +74,7 @@ def test_a_resume_samples_as_the_evaluation_was_begun_where_it_says_nothing(
     assert main([*asked, "--set", "max_completion_length=8", "--eval-top-k", "3"]) == 1
     (plan,) = launched
     assert plan.training == replace(begun.training, eval_top_k=3, resume=True)
-    assert "--eval-top-k 3 from now on; the run was begun with --eval-top-k 20" in capsys.readouterr().out
+    assert "--eval-top-k 3 from now on; the run was begun without this option" in capsys.readouterr().out
 
 
 def test_a_place_for_the_figures_is_checked_before_they_are_made(

@@ -89,11 +89,14 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
 
     def evaluate(replicates: int) -> None:
         monkeypatch.setattr(
-            evaluator, "_beginning", lambda server: lambda version: Answered(version, replicates, problem=version)
+            evaluator,
+            "_beginning",
+            lambda server: lambda version, sampling: Answered(version, replicates, problem=version),
         )
         server: Any = SimpleNamespace(
             run=run,
             plan=planned(tmp_path, models=("a", "b")),
+            trainer=object(),
             state=SimpleNamespace(run_id="run-1"),
             weights=SimpleNamespace(publish=lambda version, model: None),
             should_stop=lambda: False,
@@ -105,7 +108,7 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
     evaluate(1)
     evaluate(2)
     assert [(one.step, one.replicates) for one in read(run.evaluations)] == [(0, 2), (1, 2)]
-    assert json.loads(run.comparison.read_text()) == {"figures": {}}
+    assert [one["figures"] for one in json.loads(run.comparison.read_text())["differences"]] == [{}]
 
 
 def test_an_adapter_that_is_scaled_otherwise_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.run_options import recall
 from async_grpo.rundir.shape import shaped
-from async_grpo.settings import LaunchSettings, TrainingSettings, as_sets, positive
+from async_grpo.settings import LaunchSettings, TrainingSettings, as_sets, etas, positive
 from async_grpo.setup.generated.trl_arguments import setup_file
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ EXAMPLES = """\
   async-grpo evaluate Qwen/Qwen2.5-1.5B-Instruct --config my_trainer.py --eval-temperature 0 --eval-replicates 1
   async-grpo evaluate checkpoint-100 --against checkpoint-50 --config my_trainer.py   the paired difference
   async-grpo evaluate worker@137 --config my_trainer.py     version 137 of the run in worker/ (train --delta-every)
+  async-grpo evaluate MODEL --config guided.py --eval-eta 0.1,0.2,off     a guided setup file, by strength
   async-grpo evaluate checkpoint-100 --config my_trainer.py --resume                  after a kill"""
 
 DEFAULT_RUN_DIR = Path("evaluation")
@@ -59,6 +60,13 @@ def build_parser() -> Parser:
     options.add_settings(parser, LaunchSettings, *options.PROCESSES)
     parser.add_argument("--workers", dest="num_workers", type=positive, metavar="N", help="the same as --num-workers")
     options.add_settings(parser, TrainingSettings, "seed", "set", *EVAL_SETTINGS, "max_attempts", "stall_warning")
+    parser.add_argument(
+        "--eval-eta",
+        type=etas,
+        metavar="ETA,ETA",
+        help="strengths of guidance, one evaluation each, e.g. 0.1,0.2,off: in units of the reward; off: the reference "
+        "(default: the setup file's)",
+    )
     options.add_worker_options(parser)
     unfinished = parser.add_mutually_exclusive_group()
     options.add_settings(unfinished, TrainingSettings, "resume")
@@ -84,13 +92,14 @@ def run(args: argparse.Namespace) -> int:
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     plan = options.planned(
         args,
+        etas=args.eval_eta or (() if begun is None else begun.plan.etas),
         models=tuple(map(place, (args.model, *([args.against] if args.against else [])))),
         master_device=master,
         worker_devices=workers,
         weights=choose_weights("auto", master, workers, args.server_devices),
     )
     code = launch(args.run_dir.absolute(), plan)
-    return code or _tell(args)
+    return code or _tell(args, ways=len(plan.etas) or 1)
 
 
 def refuse_training_run(args: argparse.Namespace) -> None:
@@ -152,33 +161,44 @@ def place(model: str) -> str:
     return str(path.absolute()) if path.exists() else model
 
 
-def _tell(args: argparse.Namespace) -> int:
+def _tell(args: argparse.Namespace, ways: int) -> int:
+    """Print the figures of each model, sampled in each of the `ways`."""
     from async_grpo.evals.report import read, sampling_in_words
 
     run = RunDir(args.run_dir)
     found = read(run.evaluations)
     models = [args.model, *([args.against] if args.against else [])]
-    if len(found) < len(models):
+    if len(found) < ways * len(models):
         print(f"the evaluation was stopped. Continue it: add --resume to the command (--run-dir {args.run_dir})")
         return 0
-    difference = read_object(run.comparison)["figures"] if args.against else {}
+    differences = read_object(run.comparison)["differences"] if args.against else []
     replicates = found[0].replicates
-    for model, one in zip(models, found, strict=False):
+    named = {f"{models[one.step]}{_strength(one.sampling)}": one for one in found}
+    for model, one in named.items():
         figures = _each_once(one.figures, replicates, one.headline)
         _table(model, figures, one.failed, sampling_in_words(one.sampling))
         for task, of_task in one.tasks.items() if len(one.tasks) > 1 else ():  # of one task they are the same
             _table(f"{model}, task {task}", _each_once(of_task, replicates, one.headline), {})
-    if difference:
+    for difference in differences:
         from async_grpo.evals.estimators import Estimate
 
-        paired = shaped(dict[str, Estimate], difference, "figures")
-        _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates, found[0].headline), {})
+        paired = shaped(dict[str, Estimate], difference["figures"], "figures")
+        if paired:
+            title = f"{args.model} less {args.against}{_strength(difference['sampling'])}, paired"
+            _table(title, _each_once(paired, replicates, found[0].headline), {})
     if found[0].figures:
         print(_legend(found[0]))
     if args.json is not None:
-        record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
+        record: dict[str, Any] = {model: asdict(one) for model, one in named.items()}
+        by_strength = {_strength(one["sampling"]).lstrip(", "): one["figures"] for one in differences}
+        difference = by_strength if ways > 1 else next(iter(by_strength.values()), {})
         args.json.write_text(json.dumps({"models": record, "difference": difference}, indent=2) + "\n")
     return 0
+
+
+def _strength(sampling: Mapping[str, Any]) -> str:
+    """What tells evaluations of one model apart."""
+    return f", eta {sampling['eta']}" if "eta" in sampling else ""
 
 
 def _legend(one: Evaluated) -> str:
