@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import (
@@ -82,7 +83,8 @@ def _fit(kind: Any, value: Any, name: str) -> Any:
 def _fit_dataclass(kind: Any, value: Any, name: str) -> Any:
     found, hints = _object(value, name), _hints(kind)
     if unknown := sorted(found.keys() - hints.keys()):
-        _bad(f"{name} has an unknown field {unknown[0][:40]!r}")
+        near = get_close_matches(unknown[0][:40], hints, n=1)
+        _bad(f"{name} has an unknown field {unknown[0][:40]!r}{f'; the nearest is {near[0]!r}' if near else ''}")
     for field in fields(kind):
         required = field.default is MISSING and field.default_factory is MISSING
         if required and field.name not in found:

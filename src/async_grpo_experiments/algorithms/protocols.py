@@ -1,0 +1,192 @@
+"""What an algorithm asks for, what it gets, and what it leaves; and the settings that all of them have.
+
+    plan = algorithm.plan(problems)        # a generator: it yields waves of cuts, and is sent their continuations
+    rows = algorithm.rows(continuations)   # those of the last wave
+    trained = algorithm.train(rows, out=folder)
+
+Token ids are those that were sampled: nothing is tokenised twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from async_grpo.errors import BadFileError, UsageError
+from async_grpo.rundir.shape import shaped
+
+if TYPE_CHECKING:
+    from async_grpo_experiments.algorithms.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Asks for continuations of a problem's completion from a cut on, sampled or greedy.
+
+    Attributes:
+        problem: place of the problem in the dataset.
+        prefix: tokens that the completion begins with; none: from its beginning.
+        count: continuations to sample.
+        greedy: the likeliest token each time, where all continuations are equal.
+        guided: decode with the head of the round before; otherwise it is the reference that samples.
+    """
+
+    problem: int
+    prefix: tuple[int, ...] = ()
+    count: int = 1
+    greedy: bool = False
+    guided: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuations:
+    """What was sampled for a cut, scored.
+
+    Attributes:
+        prompt: token ids of the problem, as the sampler saw them.
+        completions: `cut.count` continuations behind the prefix, with the end token where it was sampled.
+        rewards: one for each whole text.
+        correct: whether each is right, where the dataset can be verified; preferences then prefer what is right.
+        scores: of a reward model, for preferences alone; by default the rewards, or 0 where `correct` says more.
+    """
+
+    cut: Cut
+    prompt: tuple[int, ...]
+    completions: tuple[tuple[int, ...], ...]
+    rewards: tuple[float, ...]
+    correct: tuple[bool, ...] | None = None
+    scores: tuple[float, ...] | None = None
+
+
+Plan: TypeAlias = Generator[list[Cut], Sequence[Continuations], None]
+
+
+def collect(plan: Plan, answer: Callable[[list[Cut]], Sequence[Continuations]]) -> list[Continuations]:
+    """The continuations of a plan's last wave; `answer` samples those of one wave, in the order of its cuts."""
+    continuations: list[Continuations] = []
+    wave = next(plan, None)
+    while wave is not None:
+        continuations = list(answer(wave))
+        try:
+            wave = plan.send(continuations)
+        except StopIteration:
+            wave = None
+    return continuations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a training leaves.
+
+    Attributes:
+        steps: optimizer steps.
+        loss: mean over the steps.
+        seconds: of the training, without loading.
+        folder: the head, or the model; `start` of the next round.
+    """
+
+    steps: int
+    loss: float
+    seconds: float
+    folder: Path
+
+
+class PostTraining(Protocol):
+    """An algorithm that changes the weights of the policy: DPO, GRPO, GRPO-HF."""
+
+    def plan(self, problems: int, round_number: int = 1) -> Plan:
+        """The waves of cuts of one round, for this many problems."""
+
+    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+        """The rows of one round, made of the plan's last wave."""
+
+    def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
+        """Train on the rows of all rounds so far.
+
+        Args:
+            start: `Trained.folder` of the round before; None in the first round.
+            out: a folder for what is trained; it must not hold another training.
+        """
+
+
+class ValueGuided(PostTraining, Protocol):
+    """An algorithm that trains a value head, which decoding adds to the reference: Q#, QSharp-HF, PITA."""
+
+    def guidance(self) -> dict[str, Any]:
+        """Keywords of `guided` besides the head: `eta`, `mode`, `top_k`, `use_cache`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSettings:
+    """Keys that every algorithm has; the names and defaults are those of the original.
+
+    Attributes:
+        reference: folder or name of the model that samples.
+        temperature: T of the reference as it samples; nothing is truncated.
+        batch_size: rows in an optimizer step.
+        micro_batch_size: rows in a forward pass. It divides `batch_size`, and a group fits into it.
+        num_workers: processes that load data.
+        max_steps: ends the training earlier than `epochs`; -1: it does not.
+        save_steps: steps between checkpoints; 0: none.
+        clear_cache_interval: steps between two times that the GPU's cache is emptied; 0: never.
+        max_examples: problems of the dataset that are used; None: all.
+    """
+
+    reference: str
+    temperature: float = 1.0
+    batch_size: int = 24
+    micro_batch_size: int = 4
+    num_workers: int = 4
+    epochs: float = 3
+    max_steps: int = -1
+    lr: float = 2e-5
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    gradient_checkpointing: bool = True
+    attn_impl: str = "eager"
+    save_steps: int = 0
+    clear_cache_interval: int = 10
+    seed: int = 42
+    max_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "batch_size", "micro_batch_size", "epochs", "lr", "grad_clip"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be over 0, got {getattr(self, name)}.")
+        if self.batch_size % self.micro_batch_size:
+            lower = self.batch_size // self.micro_batch_size * self.micro_batch_size
+            near = [str(size) for size in (lower, lower + self.micro_batch_size) if size]
+            raise UsageError(
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}, which "
+                f"is what one forward pass takes: set batch_size to {' or '.join(near)}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSettings(AlgorithmSettings):
+    """Keys of the algorithms that learn from pairs.
+
+    Attributes:
+        samples_per_example: cuts of a problem, or continuations of its cut: what the algorithm says.
+        bradley_terry_beta: β of P(b ≻ a) = σ(β·(r_b − r_a)), per unit of the reward.
+        bradley_terry_sampling: draw the preferred one by P; otherwise labels are P itself, and pairs go by the reward.
+        correctness_bonus: added to r of what is right, where the dataset can be verified.
+    """
+
+    samples_per_example: int = 4
+    bradley_terry_beta: float = 1.0
+    bradley_terry_sampling: bool = True
+    correctness_bonus: float = 5.0
+
+
+_Settings = TypeVar("_Settings", bound=AlgorithmSettings)
+
+
+def configured(kind: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+    """The settings that `values` gives, e.g. one algorithm's part of a file; `UsageError` names a key that is wrong."""
+    try:
+        return shaped(kind, dict(values), kind.__name__.removesuffix("Settings"))
+    except BadFileError as error:
+        raise UsageError(f"{error}.") from error

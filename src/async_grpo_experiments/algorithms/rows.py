@@ -1,0 +1,202 @@
+"""Rows of token ids, made of continuations: one label each, in groups that stay together; and their arrow file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from async_grpo.errors import BadFileError, UsageError
+from async_grpo.formatting import counted
+from async_grpo.rundir.files import room_for
+from async_grpo.rundir.reading import read_file
+from async_grpo_experiments.algorithms.protocols import AlgorithmSettings, Continuations, Cut, Plan, PreferenceSettings
+
+_IDS = pa.list_(pa.int32())
+_SCHEMA = pa.schema(
+    {"problem": pa.int64(), "group": pa.int64(), "prompt": _IDS, "prefix": _IDS, "continuation": _IDS}
+    | {"label": pa.float64()}
+)
+_MOST_BYTES = 16 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledRow:
+    """One continuation. Its label holds for the tokens behind the cut, which were sampled as the label assumes.
+
+    Attributes:
+        group: rows of one number are in one batch together; a pair has the chosen one first.
+        label: a reward, or the probability that this one is preferred.
+    """
+
+    problem: int
+    group: int
+    prompt: tuple[int, ...]
+    prefix: tuple[int, ...]
+    continuation: tuple[int, ...]
+    label: float
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.prefix + self.continuation
+
+    @property
+    def unlabelled(self) -> int:
+        """The number of tokens before the first that has the label."""
+        return len(self.prompt) + len(self.prefix)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one round, or of several.
+
+    Attributes:
+        dropped: problems or pairs that teach nothing and were left out.
+    """
+
+    items: tuple[LabelledRow, ...]
+    dropped: int = 0
+
+    @classmethod
+    def together(cls, rounds: Iterable[Rows]) -> Rows:
+        """The rows of several rounds; their groups stay apart."""
+        items: list[LabelledRow] = []
+        dropped = 0
+        for one in rounds:
+            first = items[-1].group + 1 if items else 0
+            items += [_renumbered(row, first) for row in one.items]
+            dropped += one.dropped
+        return cls(tuple(items), dropped)
+
+    def groups(self) -> list[list[LabelledRow]]:
+        """The rows of each group."""
+        found: dict[int, list[LabelledRow]] = {}
+        for row in self.items:
+            found.setdefault(row.group, []).append(row)
+        return list(found.values())
+
+    def save(self, path: Path) -> None:
+        """Write an arrow file that appears whole or not at all."""
+        table = pa.Table.from_pylist([asdict(row) for row in self.items], _SCHEMA)
+        table = table.replace_schema_metadata({"dropped": str(self.dropped)})
+        temporary = path.with_name(f".{path.name}.partial")
+        with room_for(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Rows:
+        """Read what `save` wrote."""
+        try:
+            table = pa.ipc.open_file(pa.py_buffer(read_file(path, _MOST_BYTES))).read_all()
+            if not table.schema.equals(_SCHEMA):
+                raise BadFileError(f"{path} holds no rows: its columns are {', '.join(table.schema.names)}")
+            dropped = int((table.schema.metadata or {}).get(b"dropped", b"0"))
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise BadFileError(f"{path} is not an arrow file of rows: {error}") from error
+        ids = ("prompt", "prefix", "continuation")
+        return cls(
+            tuple(LabelledRow(**row | {name: tuple(row[name]) for name in ids}) for row in table.to_pylist()), dropped
+        )
+
+
+def _renumbered(row: LabelledRow, first: int) -> LabelledRow:
+    return LabelledRow(
+        problem=row.problem,
+        group=first + row.group,
+        prompt=row.prompt,
+        prefix=row.prefix,
+        continuation=row.continuation,
+        label=row.label,
+    )
+
+
+def number_of_problems(settings: AlgorithmSettings, problems: int) -> int:
+    return problems if settings.max_examples is None else min(problems, settings.max_examples)
+
+
+def cuts_of(roll_ins: Sequence[Continuations], seed: int, round_number: int, each: int = 1) -> Iterator[Cut]:
+    """`each` cuts of every roll-in, uniform over its tokens: behind a cut there is always one left to sample."""
+    for roll_in in roll_ins:
+        rng = np.random.default_rng([seed, round_number, roll_in.cut.problem])
+        tokens = roll_in.completions[0]
+        for place in rng.integers(max(1, len(tokens)), size=each).tolist():
+            yield Cut(problem=roll_in.cut.problem, prefix=tokens[:place])
+
+
+def pairs_plan(settings: PreferenceSettings, problems: int, round_number: int) -> Plan:
+    """Plan pairs as PITA has them: from cuts of a greedy roll-in, a greedy continuation and a sampled one.
+
+    From round 2 on the roll-in is guided. `samples_per_example` is the number of cuts of a problem.
+    """
+    wanted = range(number_of_problems(settings, problems))
+    roll_ins = yield [Cut(problem=problem, greedy=True, guided=round_number > 1) for problem in wanted]
+    wave = []
+    for cut in cuts_of(roll_ins, settings.seed, round_number, settings.samples_per_example):
+        wave += [Cut(problem=cut.problem, prefix=cut.prefix, greedy=True), cut]
+    yield wave
+
+
+def pairs_of(continuations: Sequence[Continuations]) -> Iterator[tuple[Continuations, Continuations]]:
+    """The greedy and the sampled answer to each cut of `pairs_plan`."""
+    for greedy, sampled in zip(continuations[::2], continuations[1::2], strict=True):
+        assert greedy.cut.greedy and not sampled.cut.greedy and greedy.cut.prefix == sampled.cut.prefix
+        yield greedy, sampled
+
+
+def preferable(found: Continuations, settings: PreferenceSettings) -> tuple[float, ...]:
+    """r of each completion: the score of the reward model, and the bonus of what is right."""
+    bonus = (0.0,) * len(found.rewards)
+    scores = found.scores
+    if found.correct is not None:
+        bonus = tuple(settings.correctness_bonus * right for right in found.correct)
+        scores = scores or (0.0,) * len(bonus)
+    return tuple(score + more for score, more in zip(scores or found.rewards, bonus, strict=True))
+
+
+def preference(settings: PreferenceSettings, better: float, worse: float, rng: np.random.Generator) -> float:
+    """P(better ≻ worse) by Bradley and Terry, or 1 or 0 drawn by it."""
+    probability = 1 / (1 + math.exp(-settings.bradley_terry_beta * (better - worse)))
+    return float(rng.random() < probability) if settings.bradley_terry_sampling else probability
+
+
+def pair(
+    group: int, cut: Cut, prompt: tuple[int, ...], chosen: tuple[int, ...], rejected: tuple[int, ...]
+) -> tuple[LabelledRow, LabelledRow]:
+    """The two rows of a pair, with labels 1 and 0."""
+    first, second = (
+        LabelledRow(
+            problem=cut.problem, group=group, prompt=prompt, prefix=cut.prefix, continuation=tokens, label=label
+        )
+        for tokens, label in ((chosen, 1.0), (rejected, 0.0))
+    )
+    return first, second
+
+
+def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceSettings, round_number: int = 1) -> Rows:
+    """A pair of each cut's best and worst continuation; which one is chosen goes by `preference`."""
+    items: list[LabelledRow] = []
+    for found in continuations:
+        rewards = preferable(found, settings)
+        if (low := min(rewards)) == (high := max(rewards)):
+            continue
+        best, worst = (found.completions[rewards.index(reward)] for reward in (high, low))
+        rng = np.random.default_rng([settings.seed, round_number, len(items)])
+        if preference(settings, high, low, rng) < 0.5:
+            best, worst = worst, best
+        items += pair(len(items) // 2, found.cut, found.prompt, best, worst)
+    return some(items, dropped=len(continuations) - len(items) // 2, of=len(continuations), what="pair")
+
+
+def some(items: Sequence[LabelledRow], *, dropped: int, of: int, what: str) -> Rows:
+    """The rows that are left; `UsageError` where none is."""
+    if not items:
+        raise UsageError(
+            f"nothing to learn: each of the {counted(of, what)} has one reward; take problems that the reference "
+            "solves sometimes, more of them, or more samples of each (samples_per_example)."
+        )
+    return Rows(tuple(items), dropped)

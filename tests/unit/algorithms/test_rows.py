@@ -1,0 +1,121 @@
+"""Plans, the rows that are made of their continuations, and the files of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import BadFileError, UsageError
+from async_grpo_experiments.algorithms.protocols import (
+    AlgorithmSettings,
+    Continuations,
+    Cut,
+    PreferenceSettings,
+    collect,
+    configured,
+)
+from async_grpo_experiments.algorithms.rows import (
+    Rows,
+    best_and_worst,
+    pair,
+    pairs_of,
+    pairs_plan,
+    preferable,
+    preference,
+)
+
+PAIRS = PreferenceSettings(reference="m", samples_per_example=3)
+
+
+def answer(cuts: list[Cut]) -> list[Continuations]:
+    """Five tokens for every completion, the greedy ones zeros; the reward is the sum of the text."""
+    found = []
+    for cut in cuts:
+        own = tuple(0 if cut.greedy else cut.problem + 1 for _ in range(5 - len(cut.prefix)))
+        reward = float(sum(cut.prefix + own))
+        found.append(Continuations(cut=cut, prompt=(9,), completions=(own,) * cut.count, rewards=(reward,) * cut.count))
+    return found
+
+
+def test_a_plan_of_pairs_cuts_each_roll_in_and_answers_it_greedily_and_sampled() -> None:
+    waves = []
+    continuations = collect(pairs_plan(PAIRS, 2, 2), lambda cuts: (waves.append(cuts), answer(cuts))[1])
+    assert waves[0] == [Cut(problem=problem, greedy=True, guided=True) for problem in (0, 1)]
+    found = list(pairs_of(continuations))
+    assert [sampled.cut.problem for _, sampled in found] == [0, 0, 0, 1, 1, 1]
+    assert {len(sampled.cut.prefix) for _, sampled in found} <= set(range(5))
+    assert not any(cut.guided for cut in waves[1])
+    assert waves == [waves[0], next_wave(waves[0])], "the same seed cuts at the same places"
+
+
+def next_wave(first: list[Cut]) -> list[Cut]:
+    plan = pairs_plan(PAIRS, 2, 2)
+    next(plan)
+    return plan.send(answer(first))
+
+
+def test_preferences_follow_bradley_and_terry() -> None:
+    rng = np.random.default_rng(0)
+    soft = replace(PAIRS, bradley_terry_sampling=False, bradley_terry_beta=2.0)
+    assert preference(soft, 1.0, 0.5, rng) == pytest.approx(0.7310585786)
+    drawn = [preference(replace(soft, bradley_terry_sampling=True), 1.0, 0.5, rng) for _ in range(2000)]
+    assert set(drawn) == {0.0, 1.0} and np.mean(drawn) == pytest.approx(0.731, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("correct", "scores", "preferred"),
+    [
+        (None, None, (0.25, 1.0)),
+        (None, (3.0, 2.0), (3.0, 2.0)),
+        ((False, True), None, (0.0, 5.0)),
+        ((False, True), (3.0, 2.0), (3.0, 7.0)),
+    ],
+)
+def test_what_is_right_gets_a_bonus(correct: tuple[bool, bool], scores: tuple[float, float], preferred: object) -> None:
+    found = Continuations(
+        cut=Cut(problem=0), prompt=(), completions=((1,), (2,)), rewards=(0.25, 1.0), correct=correct, scores=scores
+    )
+    assert preferable(found, PAIRS) == preferred
+
+
+def test_best_and_worst_of_each_group_are_a_pair_and_ties_are_counted() -> None:
+    def group(problem: int, *rewards: float) -> Continuations:
+        tokens = tuple((token,) for token in range(len(rewards)))
+        return Continuations(cut=Cut(problem=problem), prompt=(9,), completions=tokens, rewards=rewards)
+
+    certain = replace(PAIRS, bradley_terry_sampling=False)
+    rows = best_and_worst([group(0, 0.5, 0.0, 1.0, 0.0), group(1, 1.0, 1.0)], certain)
+    assert [(row.group, row.continuation, row.label) for row in rows.items] == [(0, (2,), 1.0), (0, (1,), 0.0)]
+    assert rows.dropped == 1
+    with pytest.raises(UsageError, match="nothing to learn: each of the 1 pair has one reward"):
+        best_and_worst([group(1, 1.0, 1.0)], certain)
+
+
+def test_rows_are_what_their_file_holds(tmp_path: Path) -> None:
+    rows = Rows(pair(0, Cut(problem=3, prefix=(1,)), (9, 8), (2, 3), ()), dropped=2)
+    both = Rows.together([rows, rows])
+    both.save(tmp_path / "rows.arrow")
+    assert Rows.load(tmp_path / "rows.arrow") == both
+    assert [len(group) for group in both.groups()] == [2, 2] and both.dropped == 4
+    assert (rows.items[0].tokens, rows.items[0].unlabelled) == ((9, 8, 1, 2, 3), 3)
+    whole = (tmp_path / "rows.arrow").read_bytes()
+    (tmp_path / "half.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadFileError, match=r"half\.arrow is not an arrow file of rows"):
+        Rows.load(tmp_path / "half.arrow")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"batchsize": 8}, "Algorithm has an unknown field 'batchsize'; the nearest is 'batch_size'"),
+        ({"batch_size": "abc"}, 'batch_size is "abc", not an integer'),
+        ({"batch_size": 10}, "multiple of micro_batch_size 4.*set batch_size to 8 or 12"),
+        ({"lr": 0}, "lr must be over 0, got 0"),
+    ],
+)
+def test_a_wrong_key_is_named(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        configured(AlgorithmSettings, {"reference": "m", **values})
