@@ -1,0 +1,122 @@
+"""The enumerable worlds: their exact values, and what other formulas than Q#'s lack of the optimum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import logsumexp
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from async_grpo_experiments.algorithms.protocols import Cut
+from async_grpo_experiments.worlds.enumerable import (
+    LENGTH,
+    Enumerable,
+    Steps,
+    all_sequences,
+    ascents_reward,
+    log_of_sequences,
+    numbers_of,
+    sample,
+    steps_of,
+    values_of,
+)
+
+LEVELS = np.arange(11) / 10
+
+
+def histogram(world: Enumerable, eta: float) -> Steps:
+    with np.errstate(divide="ignore"):
+        return [logsumexp(np.log(chances) + LEVELS / eta, axis=-1) for chances in world.chances(LEVELS)]
+
+
+def contrastive(world: Enumerable, eta: float) -> Steps:
+    return [mean / eta for mean in world.means()]
+
+
+def expectation(world: Enumerable, eta: float) -> Steps:
+    return [np.log(np.maximum(mean, 1e-9)) for mean in world.means()]
+
+
+def bernoulli(world: Enumerable, eta: float) -> Steps:
+    return [np.log(1 - mean + mean * np.exp(1 / eta)) for mean in world.means()]
+
+
+def log_odds(world: Enumerable, eta: float, *, both: bool) -> Steps:
+    return [np.log(chance / (1 - chance)) / eta for chance in world.preferred(1.0, both=both)]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "binary", "graded"),
+    [(contrastive, 0.261, 0.072), (expectation, 0.055, 0.207), (bernoulli, 0.0, 0.194), (histogram, 0.0, 0.0)],
+)
+@pytest.mark.parametrize("is_graded", [False, True])
+def test_gaps_of_each_formula_with_exact_values(offsets, binary: float, graded: float, is_graded: bool) -> None:
+    world = Enumerable.tables(graded=is_graded)
+    policy = world.guided(offsets(world, 0.2))
+    gap = world.gap(policy, 0.2)
+    assert gap == pytest.approx(graded if is_graded else binary, rel=0.01, abs=1e-12)
+    lacking = world.objective(world.best(0.2), 0.2) - world.objective(policy, 0.2)
+    assert lacking == pytest.approx(0.2 * gap, abs=1e-9)
+
+
+@pytest.mark.parametrize(("graded", "gap"), [(False, 2.18), (True, 0.720)])
+def test_eta_taken_for_its_reciprocal_is_far_off(graded: bool, gap: float) -> None:
+    world = Enumerable.tables(graded=graded)
+    assert world.gap(world.guided(histogram(world, 5.0)), 0.2) == pytest.approx(gap, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("graded", "both", "gap"), [(True, False, 0.018), (True, True, 0.114), (False, False, 0.75), (False, True, 1.07)]
+)
+def test_pita_is_off_by_the_logit_of_a_mean_and_by_the_labels_of_the_greedy_path(
+    graded: bool, both: bool, gap: float
+) -> None:
+    world = Enumerable.ascents(graded=graded)
+    assert world.gap(world.guided(log_odds(world, 0.2, both=both)), 0.2) == pytest.approx(gap, rel=0.03)
+
+
+def test_the_optimum_beats_every_other_policy() -> None:
+    world = Enumerable.ascents(graded=True)
+    best = world.best(0.3)
+    assert np.exp(log_of_sequences(best)).sum() == pytest.approx(1, abs=1e-12)
+    direct = log_of_sequences(world.reference) + world.rewards / 0.3
+    assert np.allclose(log_of_sequences(best), direct - logsumexp(direct), atol=1e-12), "π·exp(R/η), normalised"
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        other = world.guided([offset + 0.3 * rng.standard_normal(offset.shape) for offset in world.best_offsets(0.3)])
+        assert world.objective(other, 0.3) < world.objective(best, 0.3)
+
+
+def test_samples_and_answers_follow_the_reference() -> None:
+    world = Enumerable.ascents()
+    rewards = world.rewards[numbers_of(sample(world.reference, np.random.default_rng(0), 20_000))]
+    assert rewards.mean() == pytest.approx(world.expected_reward(world.reference), abs=0.011)
+    found = world.answers([Cut(problem=4, prefix=(3, 4), count=3), Cut(problem=5, greedy=True)], seed=1)
+    assert [len(one.completions) for one in found] == [3, 1] and len(found[0].completions[0]) == 3
+    assert found[0].rewards == (1.0, 1.0, 1.0), "3, 4 is an ascent"
+
+
+def test_the_reward_of_ascents() -> None:
+    tokens = np.array([[0, 0, 0, 0, 0], [7, 0, 5, 5, 5], [0, 1, 2, 3, 7], [0, 1, 2, 3, 4], [5, 6, 3, 3, 7]])
+    assert ascents_reward(tokens).tolist() == [0, 1, 1, 1, 1]
+    assert ascents_reward(tokens, graded=True).tolist() == [0, 0.3, 1, 1, 0.4]
+
+
+def test_a_transformer_is_a_world_whose_prefixes_are_where_its_logits_are() -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=8, num_hidden_layers=1, head_dim=8, initializer_range=0.5, **shape)
+    model = Qwen3ForCausalLM(config).eval()
+    prompt = (2, 1)
+    world = Enumerable.of_model(model, prompt, ascents_reward(all_sequences()))
+    with torch.no_grad():
+        logits_V = model(torch.tensor([[*prompt, 5, 0, 3]])).logits[0, -1].double()
+    number = numbers_of(np.array([[5, 0, 3]]))[0]
+    assert np.allclose(world.reference[3][number], torch.log_softmax(logits_V, -1).numpy(), atol=1e-5)
+    assert [step.shape for step in world.reference] == [(8**t, 8) for t in range(LENGTH)]
+    echo = values_of(lambda ids: ids[:, :, None].float(), prompt)
+    assert [step[..., 0].reshape(-1, 8)[0].tolist() for step in echo] == [list(range(8))] * LENGTH
+    assert [float(value) for value in steps_of(lambda ids: model(ids).logits, prompt)[0][0]] == pytest.approx(
+        world.reference[0][0].tolist()
+    )
