@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer
+from trl.trainer import dpo_trainer, reward_trainer
 from trl_contract import LOSS, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, page_is_as_made_by, twice
 from trl_hooks import (
     ATTRIBUTES,
@@ -230,3 +231,20 @@ def test_the_fields_of_a_configuration_are_in_the_sources_where_we_read_them() -
     found = parsed(given)
     assert {name: found[name] for name in given} == {name: plain[name] for name in given}
     assert len(given) > 80
+
+
+# --- Trainers of pairs ------------------------------------------------------------------------------------
+
+
+def test_trainers_of_pairs_take_the_token_ids_that_we_give() -> None:
+    """`DPOTrainer` prepares its dataset in one method; `chosen_ids` are the completion there, and all for rewards."""
+    prepare = inspect.signature(DPOTrainer._prepare_dataset).parameters
+    assert [*prepare][:5] == ["self", "dataset", "processing_class", "args", "dataset_name"]
+    assert "self._prepare_dataset(train_dataset, processing_class, args" in inspect.getsource(DPOTrainer.__init__)
+    pair = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
+    of_dpo = dpo_trainer.DataCollatorForPreference(pad_token_id=0)([pair])
+    assert of_dpo["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 5, 0]]
+    assert of_dpo["completion_mask"].tolist() == [[0, 0, 1, 1], [0, 0, 1, 0]]
+    of_rewards = reward_trainer.DataCollatorForPreference(pad_token_id=0)([pair])
+    assert of_rewards["input_ids"].tolist() == [[3, 4], [5, 0]]
+    assert dpo_trainer.DPOConfig.max_length == reward_trainer.RewardConfig.max_length == 1024, "so both are set to None"

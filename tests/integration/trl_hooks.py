@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "async_grpo"
+EXPERIMENTS = ROOT / "src" / "async_grpo_experiments"
 I = "tests/integration/"  # noqa: E741
 GENERATION, LOSS = I + "test_trl_contract_generation.py::", I + "test_trl_contract_loss.py::"
 CONTRACT, RUNS = I + "test_trl_contract.py::", I + "test_trl_training.py::"
@@ -155,6 +156,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "overridden: a server is started before it is asked",
         I + "test_served_trl.py::test_trl_has_the_methods_that_are_replaced",
     ),
+    "trl.DPOTrainer._prepare_dataset": (
+        "overridden: rows are token ids, and TRL tokenises text there",
+        I + "test_trl_contract.py::test_trainers_of_pairs_take_the_token_ids_that_we_give",
+    ),
     "transformers.PreTrainedTokenizerFast._encode_plus": (
         "wrapped, so that threads take turns",
         LOSS + "test_a_tokenizer_encodes_in_the_one_method_that_threads_take_turns_in",
@@ -218,10 +223,14 @@ def is_private(name: str) -> bool:
 
 
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted([*PACKAGE.rglob("*.py"), *EXPERIMENTS.rglob("*.py")])
 
 
 def users(name: str) -> list[str]:
-    """The modules that touch a private name, such as `_generate` or `trl.GRPOTrainer.__init__`, below `async_grpo`."""
+    """The modules that touch a private name, such as `_generate` or `trl.GRPOTrainer.__init__`.
+
+    Their paths are below `async_grpo`, or begin with `async_grpo_experiments`.
+    """
     last = name.rpartition(".")[2]
-    return [str(module.relative_to(PACKAGE)) for module in modules() if last in touched(module)]
+    found = [module for module in modules() if last in touched(module)]
+    return [str(module.relative_to(PACKAGE if module.is_relative_to(PACKAGE) else PACKAGE.parent)) for module in found]

@@ -10,9 +10,9 @@ Token ids are those that were sampled: nothing is tokenised twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.shape import shaped
@@ -179,6 +179,79 @@ class PreferenceSettings(AlgorithmSettings):
     bradley_terry_beta: float = 1.0
     bradley_terry_sampling: bool = True
     correctness_bonus: float = 5.0
+
+
+MODES: dict[str, tuple[str, ...]] = {
+    "bce": ("bernoulli", "expectation", "contrastive", "log_odds", "disabled"),
+    "mse": ("bernoulli", "expectation", "contrastive", "disabled"),
+    "mle": ("histogram", "disabled"),
+    "bradley_terry": ("log_odds", "disabled"),
+}
+"""The modes that can decode with a head of each loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidanceSettings:
+    """How a head decodes.
+
+    Attributes:
+        eta: in units of the reward, as in the papers. The original's `eta` is 1/η, `inverse_eta` here.
+        top_k: candidates that are scored; -1: all.
+        use_cache: keep the keys and values of the prefix.
+    """
+
+    eta: float | None = None
+    inverse_eta: float | None = None
+    mode: Literal["bernoulli", "histogram", "expectation", "log_odds", "contrastive", "disabled"] = "histogram"
+    top_k: int = 20
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.eta is not None and self.inverse_eta is not None:
+            raise UsageError("eta and inverse_eta are both given, and inverse_eta is 1/eta: give one of them.")
+        if not self.strength > 0:
+            raise UsageError(
+                "eta must be over 0, in units of the reward: 0.2 lets a reward that is 0.2 higher weigh as much as 1 "
+                "nat; mode disabled is no guidance."
+            )
+
+    @property
+    def strength(self) -> float:
+        """η, .2 by default."""
+        if self.inverse_eta is not None:
+            return 1 / self.inverse_eta if self.inverse_eta else 0.0
+        return 0.2 if self.eta is None else self.eta
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings(AlgorithmSettings):
+    """Keys of the algorithms that train a value head.
+
+    Attributes:
+        value: the model whose backbone the head begins from; None: the reference.
+        loss_type: a loss that the algorithm knows; another one is refused.
+        num_atoms: levels of the return from `V_min` to `V_max`, of loss_type mle.
+        samples_per_example: cuts of a problem, or continuations of its cut: what the algorithm says.
+    """
+
+    value: str | None = None
+    loss_type: Literal["bce", "mse", "mle", "bradley_terry"] = "mle"
+    num_atoms: int = 11
+    V_min: float = 0.0
+    V_max: float = 1.0
+    guidance: GuidanceSettings = field(default_factory=GuidanceSettings)
+    samples_per_example: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.V_max <= self.V_min:
+            raise UsageError(f"V_max {self.V_max:g} must be over V_min {self.V_min:g}: they bound the reward.")
+        if self.guidance.mode not in MODES[self.loss_type]:
+            raise UsageError(
+                f"guidance.mode {self.guidance.mode} cannot decode with a head of loss_type {self.loss_type}: set the "
+                f"mode to {' or '.join(MODES[self.loss_type])}, or the loss to "
+                f"{' or '.join(loss for loss, modes in MODES.items() if self.guidance.mode in modes)}."
+            )
 
 
 _Settings = TypeVar("_Settings", bound=AlgorithmSettings)

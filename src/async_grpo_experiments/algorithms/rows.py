@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +68,7 @@ class Rows:
         dropped = 0
         for one in rounds:
             first = items[-1].group + 1 if items else 0
-            items += [_renumbered(row, first) for row in one.items]
+            items += [replace(row, group=first + row.group) for row in one.items]
             dropped += one.dropped
         return cls(tuple(items), dropped)
 
@@ -104,15 +104,7 @@ class Rows:
         )
 
 
-def _renumbered(row: LabelledRow, first: int) -> LabelledRow:
-    return LabelledRow(
-        problem=row.problem,
-        group=first + row.group,
-        prompt=row.prompt,
-        prefix=row.prefix,
-        continuation=row.continuation,
-        label=row.label,
-    )
+NO_ROWS = Rows(())
 
 
 def number_of_problems(settings: AlgorithmSettings, problems: int) -> int:
@@ -164,17 +156,16 @@ def preference(settings: PreferenceSettings, better: float, worse: float, rng: n
     return float(rng.random() < probability) if settings.bradley_terry_sampling else probability
 
 
-def pair(
-    group: int, cut: Cut, prompt: tuple[int, ...], chosen: tuple[int, ...], rejected: tuple[int, ...]
-) -> tuple[LabelledRow, LabelledRow]:
-    """The two rows of a pair, with labels 1 and 0."""
-    first, second = (
-        LabelledRow(
-            problem=cut.problem, group=group, prompt=prompt, prefix=cut.prefix, continuation=tokens, label=label
-        )
-        for tokens, label in ((chosen, 1.0), (rejected, 0.0))
+def row_of(found: Continuations, group: int, label: float, index: int = 0) -> LabelledRow:
+    """The row of one continuation."""
+    return LabelledRow(
+        problem=found.cut.problem,
+        group=group,
+        prompt=found.prompt,
+        prefix=found.cut.prefix,
+        continuation=found.completions[index],
+        label=label,
     )
-    return first, second
 
 
 def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceSettings, round_number: int = 1) -> Rows:
@@ -184,12 +175,26 @@ def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceS
         rewards = preferable(found, settings)
         if (low := min(rewards)) == (high := max(rewards)):
             continue
-        best, worst = (found.completions[rewards.index(reward)] for reward in (high, low))
-        rng = np.random.default_rng([settings.seed, round_number, len(items)])
-        if preference(settings, high, low, rng) < 0.5:
+        best, worst = rewards.index(high), rewards.index(low)
+        rng = np.random.default_rng([settings.seed, found.cut.problem])
+        if settings.bradley_terry_sampling and preference(settings, high, low, rng) < 0.5:
             best, worst = worst, best
-        items += pair(len(items) // 2, found.cut, found.prompt, best, worst)
+        items += [row_of(found, len(items) // 2, 1.0, best), row_of(found, len(items) // 2, 0.0, worst)]
     return some(items, dropped=len(continuations) - len(items) // 2, of=len(continuations), what="pair")
+
+
+def preferred_pairs(rows: Rows, settings: PreferenceSettings) -> Rows:
+    """A pair of the best and the worst row of each group, by their labels, as `best_and_worst` draws it."""
+    found = [
+        Continuations(
+            cut=Cut(problem=group[0].problem, prefix=group[0].prefix),
+            prompt=group[0].prompt,
+            completions=tuple(row.continuation for row in group),
+            rewards=tuple(row.label for row in group),
+        )
+        for group in rows.groups()
+    ]
+    return best_and_worst(found, settings)
 
 
 def some(items: Sequence[LabelledRow], *, dropped: int, of: int, what: str) -> Rows:

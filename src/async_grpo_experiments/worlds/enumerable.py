@@ -21,6 +21,7 @@ from async_grpo_experiments.algorithms.protocols import Continuations, Cut
 TOKENS = 8
 LENGTH = 5
 SEQUENCES = TOKENS**LENGTH
+ROWS = 4096  # that a model evaluates at once
 
 Floats: TypeAlias = NDArray[np.float64]
 Steps: TypeAlias = list[Floats]  # one array [S, V] for each step
@@ -59,8 +60,8 @@ class Enumerable:
 
     @classmethod
     def of_model(cls, model: Any, prompt: tuple[int, ...], rewards: Floats, temperature: float = 1.0) -> Enumerable:
-        """The world of a causal language model of 8 tokens as reference."""
-        return cls(steps_of(lambda ids: model(ids).logits / temperature, prompt), rewards, prompt)
+        """The world of a causal language model as reference: of its first 8 tokens, if it never says another one."""
+        return cls(steps_of(lambda ids: model(ids).logits[..., :TOKENS] / temperature, prompt), rewards, prompt)
 
     def backward(self, ends: Floats, join: Callable[[Floats, Floats], Floats]) -> Steps:
         """Values of prefixes that include the candidate, by recursion from those of whole sequences.
@@ -191,30 +192,30 @@ def sample(
     return tokens_NT
 
 
-def values_of(evaluate: Callable[[Any], Any], prompt: tuple[int, ...], *, rows: int = 4096) -> Steps:
-    """What a value head says of every prefix and candidate: arrays [S, V] or [S, V, K], from its logits [N, T, K].
+def values_of(evaluate: Callable[[Any], Any], prompt: tuple[int, ...]) -> Steps:
+    """What a value head says of every prefix and candidate: arrays [S, V, K], from its logits [N, T, K].
 
     Args:
         evaluate: the head: it gets ids [N, T], prompt and sequence.
     """
-    return _of_all(evaluate, prompt, rows, at=0, last=0)
+    found_NTK = _at_all_prefixes(evaluate, prompt, LENGTH)
+    firsts = [found_NTK[:: TOKENS ** (LENGTH - 1 - t), len(prompt) + t] for t in range(LENGTH)]
+    return [first_NK.reshape(TOKENS**t, TOKENS, -1) for t, first_NK in enumerate(firsts)]
 
 
-def steps_of(evaluate: Callable[[Any], Any], prompt: tuple[int, ...], *, rows: int = 4096) -> Steps:
-    """The policy of a causal language model: log-probabilities from its logits [N, T, V]."""
-    return [log_softmax(step[:, 0], -1) for step in _of_all(evaluate, prompt, rows, at=-1, last=-1)]
+def steps_of(evaluate: Callable[[Any], Any], prompt: tuple[int, ...]) -> Steps:
+    """The policy of a causal language model, from its logits [N, T, V]."""
+    found_NTV = _at_all_prefixes(evaluate, prompt, LENGTH - 1)
+    firsts = [found_NTV[:: TOKENS ** (LENGTH - 1 - t), len(prompt) + t - 1] for t in range(LENGTH)]
+    return [log_softmax(first_SV, -1) for first_SV in firsts]
 
 
-def _of_all(evaluate: Callable[[Any], Any], prompt: tuple[int, ...], rows: int, *, at: int, last: int) -> Steps:
+def _at_all_prefixes(evaluate: Callable[[Any], Any], prompt: tuple[int, ...], length: int) -> Floats:
+    """The logits of the prompt and every prefix of this length, [N, T, …]; N is 8^length."""
     import torch
 
-    tokens_NT = all_sequences()
-    ids = torch.tensor(np.column_stack([np.tile(prompt, (SEQUENCES, 1)), tokens_NT]).astype(np.int64))
+    tokens_NT = np.stack(np.unravel_index(np.arange(TOKENS**length), (TOKENS,) * length), axis=1)
+    ids_NT = torch.tensor(np.column_stack([np.tile(prompt, (len(tokens_NT), 1)), tokens_NT]))
     with torch.no_grad():
-        found = torch.cat([evaluate(part).double() for part in torch.split(ids, rows)]).numpy()
-    steps = []
-    for t in range(LENGTH):
-        size = TOKENS ** (t + 1 + last)
-        first_NK = found[:: SEQUENCES // size, len(prompt) + t + at]
-        steps.append(first_NK.reshape(size // TOKENS, TOKENS, -1) if last == 0 else first_NK[:, None])
-    return steps
+        found: Floats = torch.cat([evaluate(part).double() for part in torch.split(ids_NT, ROWS)]).numpy()
+    return found

@@ -20,11 +20,11 @@ from async_grpo_experiments.algorithms.protocols import (
 from async_grpo_experiments.algorithms.rows import (
     Rows,
     best_and_worst,
-    pair,
     pairs_of,
     pairs_plan,
     preferable,
     preference,
+    row_of,
 )
 
 PAIRS = PreferenceSettings(reference="m", samples_per_example=3)
@@ -95,7 +95,10 @@ def test_best_and_worst_of_each_group_are_a_pair_and_ties_are_counted() -> None:
 
 
 def test_rows_are_what_their_file_holds(tmp_path: Path) -> None:
-    rows = Rows(pair(0, Cut(problem=3, prefix=(1,)), (9, 8), (2, 3), ()), dropped=2)
+    found = Continuations(
+        cut=Cut(problem=3, prefix=(1,), count=2), prompt=(9, 8), completions=((2, 3), ()), rewards=(0.0, 1.0)
+    )
+    rows = Rows((row_of(found, 0, 1.0), row_of(found, 0, 0.25, 1)), dropped=2)
     both = Rows.together([rows, rows])
     both.save(tmp_path / "rows.arrow")
     assert Rows.load(tmp_path / "rows.arrow") == both

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import logsumexp
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo_experiments.algorithms.protocols import Cut
 from async_grpo_experiments.worlds.enumerable import (
@@ -21,6 +20,7 @@ from async_grpo_experiments.worlds.enumerable import (
     steps_of,
     values_of,
 )
+from async_grpo_experiments.worlds.tiny import endless_transformer, words_tokenizer
 
 LEVELS = np.arange(11) / 10
 
@@ -104,19 +104,17 @@ def test_the_reward_of_ascents() -> None:
 
 
 def test_a_transformer_is_a_world_whose_prefixes_are_where_its_logits_are() -> None:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=8, num_hidden_layers=1, head_dim=8, initializer_range=0.5, **shape)
-    model = Qwen3ForCausalLM(config).eval()
+    model = endless_transformer(words_tokenizer("abcdefgh")).eval()
     prompt = (2, 1)
     world = Enumerable.of_model(model, prompt, ascents_reward(all_sequences()))
     with torch.no_grad():
-        logits_V = model(torch.tensor([[*prompt, 5, 0, 3]])).logits[0, -1].double()
+        logits_V = model(torch.tensor([[*prompt, 5, 0, 3]])).logits[0, -1, :8].double()
     number = numbers_of(np.array([[5, 0, 3]]))[0]
+    assert 0.2 < world.expected_reward(world.reference) < 0.8
     assert np.allclose(world.reference[3][number], torch.log_softmax(logits_V, -1).numpy(), atol=1e-5)
     assert [step.shape for step in world.reference] == [(8**t, 8) for t in range(LENGTH)]
     echo = values_of(lambda ids: ids[:, :, None].float(), prompt)
     assert [step[..., 0].reshape(-1, 8)[0].tolist() for step in echo] == [list(range(8))] * LENGTH
-    assert [float(value) for value in steps_of(lambda ids: model(ids).logits, prompt)[0][0]] == pytest.approx(
+    assert [float(value) for value in steps_of(lambda ids: model(ids).logits[..., :8], prompt)[0][0]] == pytest.approx(
         world.reference[0][0].tolist()
     )

@@ -1,0 +1,55 @@
+"""GRPO-HF: GRPO whose reward is a proxy that was trained on the best and the worst of each group."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo_experiments.algorithms.grpo import GRPO, GRPOSettings
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut, Plan, PreferenceSettings, Trained
+from async_grpo_experiments.algorithms.proxy import train_proxy
+from async_grpo_experiments.algorithms.rows import NO_ROWS, Rows, best_and_worst, number_of_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOHFSettings(GRPOSettings, PreferenceSettings):
+    """Keys of GRPO-HF.
+
+    Attributes:
+        value: the model whose backbone the proxy begins from; None: the reference.
+    """
+
+    value: str | None = None
+
+
+class GRPOHF:
+    """GRPO from preferences, by a proxy that round 1 trains.
+
+    Args:
+        problems: rows of the dataset, with `prompt`.
+    """
+
+    def __init__(self, settings: GRPOHFSettings, problems: Sequence[dict[str, Any]]) -> None:
+        self.settings = settings
+        self._problems = problems
+
+    def plan(self, problems: int, round_number: int = 1) -> Plan:
+        """`samples_per_prompt` completions of each problem, in round 1 alone: later ones have their proxy."""
+        wanted = range(number_of_problems(self.settings, problems) if round_number == 1 else 0)
+        yield [Cut(problem=problem, count=self.settings.samples_per_prompt) for problem in wanted]
+
+    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+        """A pair of the best and the worst of each group. Groups of equal rewards are dropped and counted."""
+        return best_and_worst(continuations, self.settings) if continuations else NO_ROWS
+
+    def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
+        """Train the proxy, in round 1, and run GRPO with its scores as rewards."""
+        settings = self.settings
+        if start is None:
+            train_proxy(settings, settings.value or settings.reference, rows, out)
+        else:
+            shutil.copytree(start.parent / "proxy", out / "proxy")
+        return GRPO(settings, self._problems, str(out / "proxy")).train(rows, start, out=out)

@@ -1,0 +1,144 @@
+"""A proxy reward model, trained on pairs by TRL's `RewardTrainer`, with the bounds that scale its scores to [0, 1].
+
+A proxy is a folder: the model, and `proxy.json` with the bounds. It is trained once; whatever it scores later is
+clipped to the bounds, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from trl import RewardConfig, RewardTrainer
+from trl.trainer.reward_trainer import DataCollatorForPreference
+
+from async_grpo.errors import UsageError
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import as_json, shaped
+from async_grpo_experiments.algorithms.protocols import PreferenceSettings, Trained
+from async_grpo_experiments.algorithms.rows import Rows
+from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit
+
+BATCH = 32  # texts scored together
+
+
+@dataclass(frozen=True)
+class ProxyBounds:
+    """The scores that become 0 and 1."""
+
+    low: float
+    high: float
+    format: int = 1
+
+
+class Proxy:
+    """A trained reward model.
+
+    Attributes:
+        clipped: scores so far that were outside of the bounds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        self._bounds = shaped(ProxyBounds, read_object(folder / "proxy.json"))
+        self.clipped = 0
+
+    def scaled(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """A score from 0 to 1 for each text of token ids."""
+        low, high = self._bounds.low, self._bounds.high
+        scores = (np.array(scores_of(self._model, texts)) - low) / (high - low)
+        self.clipped += int(((scores < 0) | (scores > 1)).sum())
+        return np.clip(scores, 0, 1).tolist()
+
+
+def train_proxy(settings: PreferenceSettings, backbone: str, pairs: Rows, out: Path) -> Trained:
+    """Train a proxy on the pairs, and save it in `out/proxy`; its bounds are the extremes of their texts."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        backbone, num_labels=1, dtype=torch.float32, attn_implementation=settings.attn_impl
+    )
+    check_lengths(pairs, model.config)
+    groups = pairs.groups()
+    texts = {
+        "chosen_ids": [list(chosen.tokens) for chosen, _ in groups],
+        "rejected_ids": [list(rejected.tokens) for _, rejected in groups],
+    }
+    pad = unused(model, [*texts["chosen_ids"], *texts["rejected_ids"]])
+    trainer = RewardTrainer(
+        model,
+        RewardConfig(
+            **arguments(settings, out / "proxy_training", group=2)
+            | {"max_length": None, "gradient_checkpointing": settings.gradient_checkpointing}
+        ),
+        data_collator=DataCollatorForPreference(pad_token_id=pad),
+        train_dataset=Dataset.from_dict(texts),
+        processing_class=AutoTokenizer.from_pretrained(settings.reference),
+    )
+    model.config.get_text_config().pad_token_id = pad
+
+    def save(folder: Path) -> None:
+        trainer.save_model(str(folder))
+        scores = scores_of(model.eval(), [row.tokens for row in pairs.items])
+        if max(scores) <= min(scores):
+            raise UsageError("The proxy scores all texts alike: train it for longer, or on more pairs.")
+        write_json(folder / "proxy.json", as_json(ProxyBounds(min(scores), max(scores))))
+
+    return fit(trainer, out / "proxy", save)
+
+
+def unused(model: Any, texts: Sequence[Sequence[int]]) -> int:
+    """A token id that is in no text: the model finds a text's end by its padding, and the end token counts, too."""
+    used = {token for text in texts for token in text}
+    free = next((token for token in range(model.config.vocab_size - 1, -1, -1) if token not in used), None)
+    if free is None:
+        raise UsageError("The texts use every token of the vocabulary, so that none is left to pad them with.")
+    return free
+
+
+@torch.no_grad()
+def scores_of(model: Any, texts: Sequence[Sequence[int]], batch: int = BATCH) -> list[float]:
+    """The model's score of each text of token ids, in batches of similar length."""
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    scores = [0.0] * len(texts)
+    for first in range(0, len(order), batch):
+        places = order[first : first + batch]
+        pad = unused(model, [texts[place] for place in places])
+        longest = len(texts[places[-1]])
+        ids_BT = torch.full((len(places), longest), pad)
+        for row, place in enumerate(places):
+            ids_BT[row, : len(texts[place])] = torch.tensor(texts[place])
+        model.config.get_text_config().pad_token_id = pad
+        logits_B1 = model(ids_BT.to(model.device), attention_mask=(ids_BT != pad).long().to(model.device)).logits
+        for place, score in zip(places, logits_B1[:, 0].tolist(), strict=True):
+            scores[place] = score
+    return scores
+
+
+def reward_of(folder: Path, reference: str) -> Callable[..., list[float]]:
+    """A reward function for `GRPOTrainer`: the proxy's scaled score of prompt and completion.
+
+    Completions are scored as they were sampled; the prompt is tokenised as the trainer does it.
+    """
+    proxy = Proxy(folder)
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+
+    def proxy_score(prompts: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        texts = [[*prompt_ids(tokenizer, prompt), *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
+        return proxy.scaled(texts)
+
+    return proxy_score
+
+
+def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
+    """Token ids of a prompt, text or messages."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    )
