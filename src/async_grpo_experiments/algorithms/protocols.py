@@ -181,15 +181,6 @@ class PreferenceSettings(AlgorithmSettings):
     correctness_bonus: float = 5.0
 
 
-MODES: dict[str, tuple[str, ...]] = {
-    "bce": ("bernoulli", "expectation", "contrastive", "log_odds", "disabled"),
-    "mse": ("bernoulli", "expectation", "contrastive", "disabled"),
-    "mle": ("histogram", "disabled"),
-    "bradley_terry": ("log_odds", "disabled"),
-}
-"""The modes that can decode with a head of each loss."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class GuidanceSettings:
     """How a head decodes.
@@ -246,12 +237,6 @@ class HeadSettings(AlgorithmSettings):
         super().__post_init__()
         if self.V_max <= self.V_min:
             raise UsageError(f"V_max {self.V_max:g} must be over V_min {self.V_min:g}: they bound the reward.")
-        if self.guidance.mode not in MODES[self.loss_type]:
-            raise UsageError(
-                f"guidance.mode {self.guidance.mode} cannot decode with a head of loss_type {self.loss_type}: set the "
-                f"mode to {' or '.join(MODES[self.loss_type])}, or the loss to "
-                f"{' or '.join(loss for loss, modes in MODES.items() if self.guidance.mode in modes)}."
-            )
 
 
 _Settings = TypeVar("_Settings", bound=AlgorithmSettings)

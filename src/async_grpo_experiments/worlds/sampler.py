@@ -13,7 +13,7 @@ from async_grpo_experiments.algorithms.protocols import Continuations, Cut
 BATCH = 512
 
 
-class Sampler:
+class CutSampler:
     """Samples from a causal language model as it is, nothing truncated.
 
     Args:

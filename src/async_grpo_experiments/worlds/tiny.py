@@ -21,10 +21,12 @@ def words_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def small_transformer(tokenizer: Any, *, width: int = 64, layers: int = 2, seed: int = 0) -> Any:
+def small_transformer(tokenizer: Any, *, width: int = 64, layers: int = 2, seed: int = 0, scale: float = 0.02) -> Any:
     """A Qwen3 with random weights, which may say every token."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=width // 2, **_shape(tokenizer, width, layers)))
+    return Qwen3ForCausalLM(
+        Qwen3Config(head_dim=width // 2, initializer_range=scale, **_shape(tokenizer, width, layers))
+    )
 
 
 def endless_transformer(tokenizer: Any, *, width: int = 32, layers: int = 2, seed: int = 0, scale: float = 0.2) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_grpo_experiments.algorithms.protocols import Cut
-from async_grpo_experiments.worlds.sampler import Sampler
+from async_grpo_experiments.worlds.sampler import CutSampler
 from async_grpo_experiments.worlds.sentiment import (
     reviews,
     sentiment_reward,
@@ -53,7 +53,7 @@ def test_the_chance_of_the_right_path_is_that_of_samples() -> None:
     model = small_transformer(tokenizer, width=32, layers=1)
     train_reference(model, tokenizer, 2, 2, steps=60, batch=64, lr=3e-3)
     graphs = list(star_graphs(2, 2, 4, nodes=5, seed=1))
-    sampler = Sampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4)
+    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4)
     torch.manual_seed(0)
     found = sampler.answer([Cut(problem=place, count=400) for place in range(4)])
     sampled = [np.mean(one.rewards) for one in found]
@@ -66,7 +66,7 @@ def test_cuts_are_answered_in_their_order_from_their_prefix_up_to_the_end() -> N
     model = small_transformer(tokenizer, width=32, layers=1)
     train_on_reviews(model, tokenizer, steps=40, batch=32, lr=5e-3)
     rows = sentiment_rows(3)
-    sampler = Sampler(model, tokenizer, rows, sentiment_reward, max_new_tokens=30)
+    sampler = CutSampler(model, tokenizer, rows, sentiment_reward, max_new_tokens=30)
     was = tuple(tokenizer("was good")["input_ids"])
     greedy = Cut(problem=0, greedy=True)
     found = sampler.answer([Cut(problem=2, prefix=was, count=2), greedy, Cut(problem=1, count=3), greedy])

@@ -1,0 +1,126 @@
+"""Training of a value head on labelled rows, by transformers' `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+from loguru import logger
+from torch import Tensor
+from transformers import AutoTokenizer, Trainer, TrainingArguments
+
+from async_grpo.errors import UsageError
+from async_grpo_experiments.algorithms.protocols import HeadSettings, Trained
+from async_grpo_experiments.algorithms.rows import LabelledRow, Rows
+from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit, load_policy
+from async_grpo_experiments.guidance.head import HeadOutput, HeadRecord, ValueHead
+
+UNLABELLED = -100.0  # what transformers leaves out when it counts the labels of a batch
+WARN_NATS = 0.25  # that rounding to atoms may cost
+
+
+def train_head(
+    settings: HeadSettings,
+    rows: Rows,
+    start: Path | None,
+    out: Path,
+    *,
+    kind: Literal["value", "preference"] = "value",
+    beta: float = 1.0,
+) -> Trained:
+    """Train a head on the rows, and save it in `out/head`.
+
+    Args:
+        start: the head of the round before; None: zeros, on the backbone of `settings.value` or of the reference.
+        kind: what the labels are.
+        beta: of the preferences that the labels are made by.
+    """
+    head = _head(settings, start, kind, beta)
+    if settings.gradient_checkpointing:
+        head.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    check_lengths(rows, head.backbone.config)
+    groups = rows.groups()
+    is_paired = settings.loss_type == "bradley_terry"
+
+    def loss(outputs: HeadOutput, labels_BT: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        """The part that this micro-batch has in the mean over the tokens, or pairs, of the batch."""
+        mask_BT = labels_BT != UNLABELLED
+        pairs = torch.arange(len(labels_BT), device=labels_BT.device).view(-1, 2) if is_paired else None
+        share = len(labels_BT) / settings.batch_size if is_paired else mask_BT.sum() / num_items_in_batch
+        return head.loss(outputs.logits, labels_BT, mask_BT, pairs) * share
+
+    trainer = Trainer(
+        head,
+        TrainingArguments(**arguments(settings, out, max(map(len, groups))), remove_unused_columns=False),
+        data_collator=collate,
+        train_dataset=groups,
+        compute_loss_func=loss,
+    )
+    return fit(trainer, out / "head", head.save)
+
+
+def _head(settings: HeadSettings, start: Path | None, kind: str, beta: float) -> ValueHead:
+    reference = load_policy(settings.reference, settings)
+    tokenizer = AutoTokenizer.from_pretrained(settings.reference)
+    record = HeadRecord.of(
+        reference,
+        tokenizer,
+        kind=kind,
+        loss=settings.loss_type,
+        num_atoms=settings.num_atoms,
+        v_min=settings.V_min,
+        v_max=settings.V_max,
+        temperature=settings.temperature,
+        beta=beta,
+    )
+    if start is None:
+        backbone = reference if settings.value is None else load_policy(settings.value, settings)
+        return ValueHead.beginning_from(backbone, record, tokenizer)
+    head = ValueHead.load(start)
+    before, now = asdict(head.record), asdict(record)
+    for name in (field.name for field in fields(record) if field.name not in ("weights_hash", "tokenizer", "model")):
+        if before[name] != now[name]:
+            raise UsageError(
+                f"The head in {start} has {name} {before[name]}, and this training {now[name]}: a round goes on as "
+                "the one before it, or begins without a head."
+            )
+    return head
+
+
+def collate(groups: Sequence[Sequence[LabelledRow]]) -> dict[str, Tensor]:
+    """The rows of whole groups, padded on the right, as `ValueHead.forward` takes them, and their labels."""
+    rows = [row for group in groups for row in group]
+    longest = max(len(row.tokens) for row in rows)
+    ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask_BT = torch.zeros_like(ids_BT)
+    labels_BT = torch.full(ids_BT.shape, UNLABELLED)
+    for place, row in enumerate(rows):
+        end = len(row.tokens)
+        ids_BT[place, :end] = torch.tensor(row.tokens)
+        mask_BT[place, :end] = 1
+        labels_BT[place, row.unlabelled : end] = row.label
+    return {"input_ids_BT": ids_BT, "attention_mask_BT": mask_BT, "labels": labels_BT}
+
+
+def check_returns(rows: Rows, settings: HeadSettings) -> None:
+    """Refuse a reward that the head has no place for, and say what rounding to atoms costs."""
+    low, high, eta = settings.V_min, settings.V_max, settings.guidance.strength
+    for place, row in enumerate(rows.items):
+        where = f"row {place} (problem {row.problem}) has the reward {row.label:g}"
+        if not low <= row.label <= high:
+            raise UsageError(f"{where}, outside of V_min {low:g} and V_max {high:g}: set them to the reward's bounds.")
+        if settings.guidance.mode == "bernoulli" and row.label not in (low, high):
+            raise UsageError(
+                f"{where}, and bernoulli is for rewards that are V_min {low:g} or V_max {high:g}: set loss_type mle "
+                "and guidance.mode histogram, or V_min and V_max."
+            )
+    if settings.guidance.mode == "bernoulli":
+        logger.info("(V_max - V_min)/eta is {:.3g}: the most that guidance adds to a logit.", (high - low) / eta)
+    if settings.loss_type == "mle":
+        step = (high - low) / (settings.num_atoms - 1)
+        off = max(abs((row.label - low) / step - round((row.label - low) / step)) * step for row in rows.items) / eta
+        say = logger.warning if off > WARN_NATS else logger.info
+        say("Rounding rewards to {} atoms costs up to {:.3g} nats at eta {:g}.", settings.num_atoms, off, eta)

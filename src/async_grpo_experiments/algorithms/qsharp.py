@@ -1,0 +1,81 @@
+"""Q#: a value head that learns the distribution of the return behind a cut (arXiv 2502.20548).
+
+Decoding with it is π*(a|s) ∝ π(a|s)·E_π[exp(z/η) | sa], the optimum of E_q[R] − η·KL(q‖π).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import UsageError
+from async_grpo_experiments.algorithms.heads import check_returns, train_head
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut, HeadSettings, Plan, Trained
+from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, row_of, some
+from async_grpo_experiments.guidance.offsets import check_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class QSharpSettings(HeadSettings):
+    """Keys of Q#: mle with histogram by default; bce with bernoulli is for rewards that are V_min or V_max."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == "bradley_terry" or self.guidance.mode == "log_odds":
+            raise UsageError(
+                "Q# learns returns, and bradley_terry and log_odds are of preferences: take PITA for them."
+            )
+
+
+class QSharp:
+    """Q# from rewards.
+
+    Example:
+        >>> trained = QSharp(QSharpSettings(reference="outputs/reference")).train(rows, out=Path("outputs/qsharp"))
+    """
+
+    def __init__(self, settings: QSharpSettings) -> None:
+        check_mode(settings.guidance.mode, settings.loss_type)
+        self.settings = settings
+
+    def plan(self, problems: int, round_number: int = 1) -> Plan:
+        """A sampled roll-in of each problem, guided from round 2 on; then continuations of one cut, from π."""
+        wanted = range(number_of_problems(self.settings, problems))
+        roll_ins = yield [Cut(problem=problem, guided=round_number > 1) for problem in wanted]
+        cuts = cuts_of(roll_ins, self.settings.seed, round_number)
+        yield [replace(cut, count=self.settings.samples_per_example) for cut in cuts]
+
+    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+        """A row a continuation, labelled with its reward. Prompts all of whose rewards are equal are dropped."""
+        return labelled(continuations, [found.rewards for found in continuations])
+
+    def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
+        """Train on the rows of all rounds so far, from the head of the round before."""
+        check_returns(rows, self.settings)
+        return train_head(self.settings, rows, start, out)
+
+    def guidance(self) -> dict[str, Any]:
+        return how_to_decode(self.settings)
+
+
+def labelled(continuations: Sequence[Continuations], labels: Sequence[Sequence[float]]) -> Rows:
+    """A row a continuation, in groups of one cut; prompts that have one label alone are dropped and counted."""
+    of_prompt: dict[tuple[int, ...], set[float]] = {}
+    for found, own in zip(continuations, labels, strict=True):
+        of_prompt.setdefault(found.prompt, set()).update(own)
+    items = [
+        row_of(found, group, label, index)
+        for group, (found, own) in enumerate(zip(continuations, labels, strict=True))
+        for index, label in enumerate(own)
+        if len(of_prompt[found.prompt]) > 1
+    ]
+    single = sum(len(found) == 1 for found in of_prompt.values())
+    return some(items, dropped=single, of=len(of_prompt), what="problem")
+
+
+def how_to_decode(settings: HeadSettings) -> dict[str, Any]:
+    """Keywords of `guided`."""
+    keys = asdict(settings.guidance) | {"eta": settings.guidance.strength}
+    return {name: keys[name] for name in ("eta", "mode", "top_k", "use_cache")}
