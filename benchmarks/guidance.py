@@ -1,0 +1,447 @@
+"""What guidance and preference algorithms lack of worlds whose optimum is known, and what guided decoding costs.
+
+    python benchmarks/guidance.py [--quick] [--only PART …] [--json FILE] [--docs]
+
+Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
+avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `sums` (the demo's: QSharp-HF
+and GRPO-HF against the reference), `reviews` (a lexicon as reward), `decoding` (guided against plain). `--quick` leaves
+out `decoding`, `reviews`, PITA and DPO on graphs, and GRPO-HF. `--docs` puts the rows into docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from benchmarks.table import Row, as_markdown, as_text, describe_machine, machine_line, row, update_docs, write_json
+from transformers import LogitsProcessor, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+from async_grpo.evals.estimators import mean_with_interval
+from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
+from async_grpo_experiments.algorithms.grpo_hf import GRPOHF, GRPOHFSettings
+from async_grpo_experiments.algorithms.pita import PITA, PITASettings
+from async_grpo_experiments.algorithms.protocols import Cut, collect, configured
+from async_grpo_experiments.algorithms.qsharp import QSharp, QSharpSettings
+from async_grpo_experiments.algorithms.qsharp_hf import QSharpHF, QSharpHFSettings
+from async_grpo_experiments.algorithms.training import load_policy
+from async_grpo_experiments.guidance.divergence import divergence_of_policy
+from async_grpo_experiments.guidance.head import HeadRecord, ValueHead
+from async_grpo_experiments.guidance.offsets import offsets
+from async_grpo_experiments.guidance.processor import Guidance
+from async_grpo_experiments.worlds.enumerable import Enumerable, Steps, sample, values_of
+from async_grpo_experiments.worlds.sampler import CutSampler
+from async_grpo_experiments.worlds.sentiment import (
+    sentiment_reward,
+    sentiment_rows,
+    sentiment_tokenizer,
+    train_on_reviews,
+)
+from async_grpo_experiments.worlds.star import (
+    chances,
+    optimum,
+    star_graphs,
+    star_reward,
+    star_rows,
+    star_tokenizer,
+    train_reference,
+)
+from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
+ETAS = (1.0, 0.5, 0.25, 0.1)
+FAST: dict[str, Any] = {"num_workers": 0, "gradient_checkpointing": False}
+
+
+# --- Worlds that are enumerated ---------------------------------------------------------------------------
+
+
+def formulas(quick: bool, folder: Path) -> Iterator[Row]:
+    """Each formula with exact values: what it lacks of the optimum."""
+    modes = ("histogram", "contrastive", "expectation", "bernoulli")
+    limits = {"contrastive": (0.261, 0.072), "expectation": (0.055, 0.207), "bernoulli": (0, 0.194)}
+    for graded in (False, True):
+        world = Enumerable.tables(graded=graded)
+        for mode in modes:
+            gap = world.gap(world.guided(exactly(world, mode, 0.2)), 0.2)
+            limit = limits.get(mode, (0, 0))[graded]
+            yield row(
+                f"tables, {kind(graded)}, eta .2, {mode}: KL(q‖π*)",
+                [gap],
+                "nats",
+                target=f"<= {limit * 1.01 + 1e-9:.3g}",
+            )
+    for graded in (True, False):
+        world = Enumerable.ascents(graded=graded)
+        for both in (False, True):
+            values = [np.log(chance / (1 - chance)) / 0.2 for chance in world.preferred(1.0, both=both)]
+            gap = world.gap(world.guided(values), 0.2)
+            yield row(f"ascents, {kind(graded)}, eta .2, PITA's log_odds, label {label(both)}: KL(q‖π*)", [gap], "nats")
+
+
+def exactly(world: Enumerable, mode: str, eta: float) -> Steps:
+    """The offsets of a head without error."""
+    levels = torch.linspace(0, 1, 11, dtype=torch.float64)
+    if mode == "histogram":
+        logits = [torch.tensor(chances).clamp_min(1e-300).log() for chances in world.chances(levels.tolist())]
+    else:
+        logits = [torch.special.logit(torch.tensor(mean))[..., None].clamp(-700, 700) for mean in world.means()]
+    return [offsets(mode, step, eta=eta, levels=levels).numpy() for step in logits]
+
+
+def ascents(quick: bool, folder: Path) -> Iterator[Row]:
+    """Heads trained on 20,000 sequences."""
+    tokenizer = words_tokenizer("abcdefgh")
+    reference = save(folder / "model", small_transformer(tokenizer, width=32, scale=0.1), tokenizer)
+    keys = {
+        "reference": reference,
+        "batch_size": 256,
+        "micro_batch_size": 256,
+        "lr": 5e-3,
+        "max_steps": 700,
+        "weight_decay": 0.1,
+        **FAST,
+    }
+    world = Enumerable.ascents()
+    qsharp = QSharp(
+        configured(QSharpSettings, {**keys, "loss_type": "bce", "guidance": {"eta": 0.3, "mode": "bernoulli"}})
+    )
+    rows = qsharp.rows(world.answers([Cut(problem=problem, count=4) for problem in range(5000)], seed=1))
+    trained = qsharp.train(rows, out=folder / "qsharp")
+    gap = world.gap(world.guided(of_head(world, trained.folder, "bernoulli", 0.3)), 0.3)
+    yield row("ascents, binary, eta .3, Q# learned: KL(q‖π*)", [gap], "nats", target="<= 0.05", note=spent(trained))
+    contrastive = world.gap(world.guided(exactly(world, "contrastive", 0.3)), 0.3)
+    yield row("the same, contrastive with exact values", [contrastive], "nats")
+    yield row("training of that head", [700 * 256 / trained.seconds], "sequences/s")
+    world = Enumerable.ascents(graded=True)
+    for both in (False,) if quick else (False, True):
+        pita = PITA(configured(PITASettings, {**keys, "label": label(both), "bradley_terry_sampling": False}))
+        rows = pita.rows(collect(pita.plan(2500), lambda cuts: world.answers(cuts, seed=len(cuts))))
+        trained = pita.train(rows, out=folder / f"pita_{both}")
+        gap = world.gap(world.guided(of_head(world, trained.folder, "log_odds", 0.2)), 0.2)
+        yield row(
+            f"ascents, graded, eta .2, PITA learned, label {label(both)}: KL(q‖π*)", [gap], "nats", note=spent(trained)
+        )
+
+
+def of_head(world: Enumerable, folder: Path, mode: str, eta: float) -> Steps:
+    head = ValueHead.load(folder)
+    record = head.record
+    values = values_of(lambda ids: head(ids).logits, world.prompt)
+    return [
+        offsets(mode, torch.tensor(step), eta=eta, levels=record.levels, beta=record.beta).numpy() for step in values
+    ]
+
+
+def kl(quick: bool, folder: Path) -> Iterator[Row]:
+    """How often the 95% interval of avg_kl holds the enumerated value, by seed."""
+    world = Enumerable.ascents(graded=True)
+    policy = world.best(0.2)
+    truth = world.divergence(policy)
+    steps = [(np.exp(q) * (q - p)).sum(1) for q, p in zip(policy, world.reference, strict=True)]
+    held = 0
+    for seed in range(100):
+        tokens_NT = sample(policy, np.random.default_rng(seed), 200)
+        numbers = [tokens_NT[:, :t] @ 8 ** np.arange(t)[::-1] for t in range(tokens_NT.shape[1])]
+        sums_N = sum(step[number] for step, number in zip(steps, numbers, strict=True))
+        found = mean_with_interval(sums_N.tolist(), (0.0, float("inf")))
+        held += found.low is not None and found.high is not None and found.low <= truth <= found.high
+    yield row("seeds of 100 whose interval of avg_kl holds the enumerated value", [held], "", target=">= 90")
+
+
+# --- Graphs -----------------------------------------------------------------------------------------------
+
+
+def star(quick: bool, folder: Path) -> Iterator[Row]:
+    """G(3,3) of 12 nodes: the reference is right a third of the time."""
+    tokenizer, test = star_tokenizer(), list(star_graphs(3, 3, 1000, seed=5))
+    model, began = small_transformer(tokenizer), time.monotonic()
+    train_reference(model, tokenizer, 3, 3, steps=700)
+    took, chance_N = time.monotonic() - began, chances(model, tokenizer, test)
+    yield row(
+        "G(3,3): success of the reference less 1/3",
+        [abs(chance_N.mean() - 1 / 3)],
+        "",
+        target="<= 0.05",
+        note=f"{took:.0f} s",
+    )
+    reference = save(folder / "reference", model, tokenizer)
+    graphs = list(star_graphs(3, 3, 4096, seed=6))
+    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4)
+    keys = {"reference": reference, "batch_size": 128, "micro_batch_size": 128, "lr": 1e-3, "max_steps": 600, **FAST}
+    qsharp = QSharp(configured(QSharpSettings, {**keys, "loss_type": "bce", "guidance": {"mode": "bernoulli"}}))
+    torch.manual_seed(0)
+    trained = qsharp.train(qsharp.rows(collect(qsharp.plan(len(graphs)), sampler.answer)), out=folder / "qsharp")
+    for eta in ETAS:
+        success, divergence = guided_success(model, tokenizer, trained.folder, "bernoulli", eta, star_rows(test))
+        best, furthest = optimum(chance_N, eta)
+        name = f"G(3,3), eta {eta:g}: "
+        yield row(
+            f"{name}Q# succeeds, less the optimum's {best:.3f}",
+            [abs(success - best)],
+            "",
+            target="<= 0.06",
+            note=f"{success:.3f}; {spent(trained)}",
+        )
+        yield row(
+            f"{name}its KL, less the optimum's {furthest:.3f}",
+            [abs(divergence - furthest)],
+            "nats",
+            target="<= 0.06",
+            note=f"{divergence:.3f}",
+        )
+    if quick:
+        return
+    pita = PITA(configured(PITASettings, keys))
+    trained = pita.train(pita.rows(collect(pita.plan(len(graphs)), sampler.answer)), out=folder / "pita")
+    for eta in (1.0, 0.5, 0.2):
+        success, divergence = guided_success(model, tokenizer, trained.folder, "log_odds", eta, star_rows(test))
+        yield row(
+            f"G(3,3), eta {eta:g}: PITA succeeds", [success], "", note=f"KL {divergence:.3f} nats; {spent(trained)}"
+        )
+    dpo = DPO(configured(DPOSettings, {**keys, "lr": 1e-4, "max_steps": 300}))
+    trained = dpo.train(dpo.rows(collect(dpo.plan(len(graphs)), sampler.answer)), out=folder / "dpo")
+    policy = load_policy(str(trained.folder), dpo.settings).eval()
+    success = chances(policy, tokenizer, test).mean()
+    divergence = policy_divergence(policy, model, tokenizer, star_rows(test))
+    yield row("G(3,3): DPO succeeds", [success], "", note=f"KL {divergence:.3f} nats; {spent(trained)}")
+
+
+class Divergences(LogitsProcessor):
+    """Adds up what the processor of guidance says of each token, up to the end of each row."""
+
+    def __init__(self, guiding: Any, prompt_tokens: int, end: int) -> None:
+        self._guiding, self._prompt_tokens, self._end = guiding, prompt_tokens, end
+        self.sums_B: torch.Tensor | None = None
+
+    def __call__(self, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        alive_B = (ids_BT[:, self._prompt_tokens :] != self._end).all(1)
+        added_B = self._guiding.divergences_b * alive_B
+        self.sums_B = added_B if self.sums_B is None else self.sums_B + added_B
+        return scores_BV
+
+
+def guided_success(
+    model: Any, tokenizer: Any, head: Path, mode: str, eta: float, problems: list[dict[str, str]], **other: Any
+) -> tuple[float, float]:
+    """The mean reward of guided completions, one a problem, and avg_kl."""
+    guidance = Guidance(head=ValueHead.load(head), eta=eta, mode=mode, top_k=-1)
+    watched: list[Divergences] = []
+
+    def processors(mask_BP: torch.Tensor) -> list[Any]:
+        found = guidance.processors(model, tokenizer, attention_mask=mask_BP, temperature=1.0)
+        watched.append(Divergences(found[0], mask_BP.shape[1], tokenizer.eos_token_id))
+        return [*found, watched[-1]]
+
+    reward, longest = other.get("reward", star_reward), other.get("max_new_tokens", 4)
+    sampler = CutSampler(model, tokenizer, problems, reward, max_new_tokens=longest, processors=processors)
+    set_seed(0)
+    found = sampler.answer([Cut(problem=problem, guided=True) for problem in range(len(problems))])
+    return mean_reward(found), float(torch.cat([one.sums_B for one in watched]).mean())
+
+
+def mean_reward(found: Sequence[Any]) -> float:
+    return float(np.mean([one.rewards for one in found]))
+
+
+def policy_divergence(policy: Any, reference: Any, tokenizer: Any, problems: list[dict[str, str]]) -> float:
+    """avg_kl of a trained policy: its own completions, passed through both."""
+    set_seed(0)
+    sampler = CutSampler(
+        policy, tokenizer, problems, lambda completions, **_: [0.0] * len(completions), max_new_tokens=4
+    )
+    found = sampler.answer([Cut(problem=problem) for problem in range(len(problems))])
+    texts = [(one.prompt, one.completions[0]) for one in found]
+    longest = max(len(prompt) + len(tokens) for prompt, tokens in texts)
+    ids_BT, mask_BT = torch.zeros(2, len(texts), longest, dtype=torch.long)
+    for place, (prompt, tokens) in enumerate(texts):
+        end = len(prompt) + len(tokens)
+        ids_BT[place, :end] = torch.tensor(prompt + tokens)
+        mask_BT[place, len(prompt) : end] = 1
+    return float(divergence_of_policy(policy, reference, ids_BT, mask_BT).sum(1).mean())
+
+
+# --- Sums and reviews ------------------------------------------------------------------------------------
+
+
+def sums(quick: bool, folder: Path) -> Iterator[Row]:
+    """The sums of the demo: answers to held-out problems, sampled at temperature 1."""
+    recipe = module_of(RECIPE)
+    tokenizer = recipe.build_tokenizer()
+    model = recipe.build_model(tokenizer).eval()
+    reference = save(folder / "reference", model, tokenizer)
+    train, test = (list(recipe.as_dataset(problems)) for problems in recipe.split_problems())
+    plain = shares(model, tokenizer, test, recipe.accuracy)
+    yield row("sums: accuracy of the reference", [float(np.mean(plain))], "")
+    keys = {"reference": reference, "batch_size": 128, "micro_batch_size": 128, "lr": 1e-3, "max_steps": 400, **FAST}
+    sampler = CutSampler(model, tokenizer, train, recipe.accuracy, max_new_tokens=4)
+    algorithm = QSharpHF(configured(QSharpHFSettings, keys))
+    set_seed(0)
+    answers = collect(algorithm.plan(len(train)), sampler.answer)
+    trained = algorithm.train(algorithm.rows(answers), out=folder / "qsharp_hf")
+    guidance = Guidance(head=ValueHead.load(trained.folder), **algorithm.guidance())
+
+    def processors(mask_BP: torch.Tensor) -> list[Any]:
+        return list(guidance.processors(model, tokenizer, attention_mask=mask_BP, temperature=1.0))
+
+    guided = shares(model, tokenizer, test, recipe.accuracy, processors)
+    yield better("sums: QSharp-HF, eta .2, more than the reference", guided, plain, spent(trained))
+    if quick:
+        return
+    keys |= {"samples_per_prompt": 8, "max_new_tokens": 4, "lr": 4e-4, "max_steps": 80, "kl_coef": 0.01}
+    algorithm_hf = GRPOHF(configured(GRPOHFSettings, keys), train)
+    set_seed(0)
+    rows = algorithm_hf.rows(collect(algorithm_hf.plan(len(train)), sampler.answer))
+    trained = algorithm_hf.train(rows, out=folder / "grpo_hf")
+    policy = load_policy(str(trained.folder), algorithm_hf.settings).eval()
+    yield better(
+        "sums: GRPO-HF more than the reference", shares(policy, tokenizer, test, recipe.accuracy), plain, spent(trained)
+    )
+
+
+def shares(
+    model: Any, tokenizer: Any, problems: list[dict[str, str]], reward: Any, processors: Any = None
+) -> list[float]:
+    """The mean reward of 4 answers to each problem."""
+    set_seed(1)
+    sampler = CutSampler(model, tokenizer, problems, reward, max_new_tokens=4, processors=processors)
+    cuts = [Cut(problem=problem, count=4, guided=processors is not None) for problem in range(len(problems))]
+    return [float(np.mean(found.rewards)) for found in sampler.answer(cuts)]
+
+
+def better(name: str, ours: list[float], theirs: list[float], note: str) -> Row:
+    found = mean_with_interval([one - other for one, other in zip(ours, theirs, strict=True)], (-1.0, 1.0))
+    ok = found.low is not None and found.low > 0
+    return row(name, [found.value], "", ok=ok, target="> 0", note=f"95% {found.interval}; {note}")
+
+
+def reviews(quick: bool, folder: Path) -> Iterator[Row]:
+    """Reviews with a lexicon as reward, which is graded."""
+    tokenizer = sentiment_tokenizer()
+    model = small_transformer(tokenizer)
+    train_on_reviews(model, tokenizer, steps=150)
+    reference = save(folder / "reference", model, tokenizer)
+    problems, test = sentiment_rows(512), sentiment_rows(400, seed=2)
+    sampler = CutSampler(model, tokenizer, problems, sentiment_reward, max_new_tokens=30)
+    set_seed(0)
+    yield row(
+        "reviews: share of good words, reference",
+        [mean_reward(sampler.answer([Cut(problem=p) for p in range(512)]))],
+        "",
+    )
+    keys = {"reference": reference, "batch_size": 64, "micro_batch_size": 64, "lr": 1e-3, "max_steps": 200, **FAST}
+    qsharp = QSharp(configured(QSharpSettings, {**keys, "num_atoms": 13}))
+    trained = qsharp.train(qsharp.rows(collect(qsharp.plan(len(problems)), sampler.answer)), out=folder / "qsharp")
+    for eta in (0.5, 0.2, 0.1):
+        success, divergence = guided_success(
+            model, tokenizer, trained.folder, "histogram", eta, test, reward=sentiment_reward, max_new_tokens=30
+        )
+        yield row(
+            f"reviews: the same, Q# at eta {eta:g}", [success], "", note=f"KL {divergence:.2f} nats; {spent(trained)}"
+        )
+
+
+# --- Decoding --------------------------------------------------------------------------------------------
+
+
+def decoding(quick: bool, folder: Path) -> Iterator[Row]:
+    """Guided against plain: 4 prompts, 128 tokens of `model.generate`, a head as large as the model, 20 candidates."""
+    tokenizer = words_tokenizer([f"w{index}" for index in range(4000)])
+    for name, width, layers in (("tiny", 64, 2), ("100 M parameters", 768, 12)):
+        torch.manual_seed(0)
+        shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 32, "head_dim": 32}
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **shape, **heads)).eval()
+        record = HeadRecord.of(model, tokenizer, kind="value", loss="bce", temperature=1.0)
+        head = ValueHead.beginning_from(model, record, tokenizer)
+        torch.nn.init.normal_(head.scores.weight, std=0.02)
+        plain, cached, alone = (decoded(model, tokenizer, head, cache) for cache in (None, True, False))
+        yield row(f"{name}: plain decoding", [512 / plain], "tokens/s")
+        yield row(
+            f"{name}: guided with cache", [512 / cached], "tokens/s", note=f"share of the head {1 - plain / cached:.0%}"
+        )
+        target = ">= 3" if width == 768 else ""
+        yield row(f"{name}: guided, cache against none", [alone / cached], "x", target=target)
+
+
+def decoded(model: Any, tokenizer: Any, head: ValueHead, use_cache: bool | None) -> float:
+    """Seconds of decoding 4 × 128 tokens; None: without guidance."""
+    ids_BP = torch.randint(4000, (4, 16), generator=torch.Generator().manual_seed(0))
+    mask_BP = torch.ones_like(ids_BP)
+    guiding: list[Any] = []
+    if use_cache is not None:
+        guidance = Guidance(head=head, eta=0.2, mode="bernoulli", use_cache=use_cache)
+        guiding = list(guidance.processors(model, tokenizer, attention_mask=mask_BP, temperature=1.0))
+    began = time.monotonic()
+    model.generate(
+        ids_BP, attention_mask=mask_BP, do_sample=True, top_k=0, max_new_tokens=128, min_new_tokens=128,
+        logits_processor=guiding, pad_token_id=0,
+    )  # fmt: skip
+    return time.monotonic() - began
+
+
+# --- All of it -------------------------------------------------------------------------------------------
+
+
+def kind(graded: bool) -> str:
+    return "graded" if graded else "binary"
+
+
+def label(both: bool) -> str:
+    return "both" if both else "sampled"
+
+
+def spent(trained: Any) -> str:
+    return f"{trained.steps} steps in {trained.seconds:.0f} s"
+
+
+def module_of(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PARTS: dict[str, Callable[[bool, Path], Iterator[Row]]] = {
+    part.__name__: part for part in (formulas, ascents, kl, star, sums, reviews, decoding)
+}
+NOT_QUICK = ("reviews", "decoding")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    load, rows = os.getloadavg(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only or [name for name in PARTS if not options.quick or name not in NOT_QUICK]:
+            for one in PARTS[name](options.quick, Path(folder) / name):
+                rows.append(one)
+                print(as_text([one]), flush=True)
+    if options.json:
+        write_json(options.json, rows, load_before=load)
+    if options.docs:
+        machine = f"Machine: {machine_line(describe_machine())}; load {load[0]:.1f} before."
+        update_docs("guidance", f"{machine}\n\n{as_markdown(rows)}")
+
+
+if __name__ == "__main__":
+    main()
