@@ -43,7 +43,7 @@ class Critic:
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *, learning_rate: float, max_grad_norm: float):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         self._accelerator, self._max_grad_norm = accelerator, max_grad_norm
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
 
