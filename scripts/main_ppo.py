@@ -4,9 +4,9 @@
     python scripts/main_ppo.py data.train_files="{'math':'m.parquet','logic':'l.parquet'}" mtl.method=pcgrad ...
     python scripts/main_ppo.py KEY=VALUE ... --dry-run
 
-docs/ppo.md has the keys. Checkpoints go to trainer.default_local_dir, with the setup file that the keys come to and the
-run directory `run`; `async-grpo train --resume --run-dir`, `replay`, `audit` and `doctor` work on them. All options,
-from the first on, are those of `async-grpo train`.
+docs/ppo.md has the keys. Checkpoints go to trainer.default_local_dir, with setup/, the setup file that the keys come
+to, and run/, the run directory; `async-grpo train --resume --run-dir`, `replay`, `audit` and `doctor` work on them. All
+options, from the first on, are those of `async-grpo train`.
 """
 
 import sys

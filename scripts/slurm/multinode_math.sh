@@ -3,9 +3,10 @@
 #
 #     SHARED_DATA_PATH=/shared/guru BASE_MODEL=/shared/Qwen2.5-32B sbatch scripts/slurm/multinode_math.sh
 #
-# The trainer is on one machine: 32 B parameters take 16 bytes each there, 525 GB over its GPUs, and a critic as much
-# again. So this script trains without one. `--dry-run` after its name says what fits. TRAIN_FILES and VAL_FILES replace
-# the files; further keys, or options of `async-grpo train`, may follow. Never run here: SLURM itself, a GPU, 32 B.
+# The trainer is on one machine. There 32 B parameters take 16 bytes each, 75 GB on each of 7 GPUs before activations, so
+# this wants GPUs of 141 GB; a critic would take as much again, so it trains without one. On GPUs of 80 GB it waits for a
+# trainer over several machines. `--dry-run` after the script's name says what fits. TRAIN_FILES and VAL_FILES replace the
+# files; further keys, or options of `async-grpo train`, may follow. Never run here: SLURM itself, a GPU, 32 B.
 #SBATCH --job-name=async-grpo-math
 #SBATCH --nodes=4
 #SBATCH --gres=gpu:8
@@ -21,14 +22,15 @@ data=${SHARED_DATA_PATH:?is the folder of the parquet files}
 main_ppo \
     data.train_files="${TRAIN_FILES:-['$data/math__combined_54.4k.parquet']}" \
     data.val_files="${VAL_FILES:-['$data/math__math_500.parquet']}" \
-    data.train_batch_size=64 \
+    data.train_batch_size=56 \
     data.max_prompt_length=2048 \
     data.max_response_length=8192 \
     data.filter_overlong_prompts=true \
     actor_rollout_ref.model.path="${BASE_MODEL:-Qwen/Qwen2.5-32B}" \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=14 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
     actor_rollout_ref.rollout.n=8 \
+    +async.trainer_gpus_per_node=7 \
     algorithm.adv_estimator=grpo \
     "trainer.logger=['console']" \
     trainer.val_before_train=false \

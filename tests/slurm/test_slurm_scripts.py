@@ -91,7 +91,7 @@ def test_all_nodes_run_one_program_whose_keys_there_are(job: Job, tmp_path: Path
     assert keys["trainer.total_epochs"] == 1, "what is given replaces what the script has"
     assert keys["actor_rollout_ref.model.override_config.attn_implementation"] == "sdpa"
     assert "/data/math__combined_54.4k.parquet" in keys["data.train_files"]
-    Steps.of(keys, ranks=4)
+    Steps.of(keys, ranks=keys["async.trainer_gpus_per_node"] or 4)
 
 
 def test_one_node_needs_no_ray_and_the_job_ends_as_its_program(job: Job, tmp_path: Path) -> None:

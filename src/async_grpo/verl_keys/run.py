@@ -17,13 +17,15 @@ from async_grpo.verl_keys.keys import ACTOR, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.setup_text import SetupText, is_ppo
 from async_grpo.verl_keys.steps import Steps, total_steps
 
+SETUP = "setup"  # folder of the setup file alone: what is beside a setup file is taken for a part of it
+
 
 @dataclass(frozen=True, slots=True)
 class VerlRun:
     """A run that has not begun.
 
     Args:
-        folder: of checkpoints; the run directory is in it.
+        folder: of checkpoints; the run directory, and a folder for the setup file, are in it.
         setup: the text of the setup file.
         accelerate: that of a configuration of accelerate; None: the trainer is one process.
         flags: options of `train`, but for the setup file and the run directory.
@@ -47,21 +49,21 @@ class VerlRun:
     @property
     def setup_file(self) -> Path:
         """Named after its text: a later run with other keys leaves this one's file as it is."""
-        return self.folder / f"main_ppo_{hashlib.sha256(self.setup.encode()).hexdigest()[:8]}.py"
+        return self.folder / SETUP / f"main_ppo_{hashlib.sha256(self.setup.encode()).hexdigest()[:8]}.py"
 
     @property
     def accelerate_file(self) -> Path:
         return accelerate_file(self.folder)
 
     def write(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.setup_file.parent.mkdir(parents=True, exist_ok=True)
         self.setup_file.write_text(self.setup)
         if self.accelerate is not None:
             self.accelerate_file.write_text(self.accelerate)
 
 
 def accelerate_file(folder: Path) -> Path:
-    return folder / "accelerate.yaml"
+    return folder / SETUP / "accelerate.yaml"
 
 
 def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:

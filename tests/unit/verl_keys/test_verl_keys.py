@@ -105,13 +105,13 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
         (
             ("trainer.n_gpus_per_node=8", "+async.trainer_gpus_per_node=4"),
             8,
-            "--worker-device-ids 4,5,6,7 --accelerate-config OUT/accelerate.yaml --weights host",
+            "--worker-device-ids 4,5,6,7 --accelerate-config OUT/setup/accelerate.yaml --weights host",
         ),
         (
             (f"{ROLLOUT}.tensor_model_parallel_size=4",),
             8,
-            "--worker-device-ids 4 --server-devices 4,5,6,7 --accelerate-config OUT/accelerate.yaml --weights host "
-            "--generator vllm-server",
+            "--worker-device-ids 4 --server-devices 4,5,6,7 --accelerate-config OUT/setup/accelerate.yaml "
+            "--weights host --generator vllm-server",
         ),
         ((f"{ROLLOUT}.name=hf", "trainer.device=cpu"), 8, "--master-device-id cpu --generator hf"),
     ],
