@@ -50,10 +50,10 @@ class Devices:
         Raises:
             UsageError: there are not as many, or none would be left.
         """
-        if keys["trainer.nnodes"] > 1:
+        if keys["trainer.nnodes"] > 1 and keys[f"{ROLLOUT}.tensor_model_parallel_size"] > 1:
             raise UsageError(
-                f"trainer.nnodes={keys['trainer.nnodes']}: a run over several machines is not there yet (it will be "
-                "--nodes of async-grpo train). Take trainer.nnodes=1."
+                f"{ROLLOUT}.tensor_model_parallel_size={keys[f'{ROLLOUT}.tensor_model_parallel_size']} is of a vLLM "
+                "server, which only a run on one machine has: take trainer.nnodes=1, or leave it out."
             )
         there = 0 if keys["trainer.device"] == CPU else visible()
         asked = keys["trainer.n_gpus_per_node"]
@@ -88,6 +88,13 @@ class Devices:
     @property
     def ranks(self) -> int:
         return max(1, self.trainers)
+
+    def of_other_nodes(self, nodes: int) -> list[str]:
+        """Options of `train` for a run over several machines: on the others each GPU has a worker."""
+        if nodes == 1:
+            return []
+        each = ["--workers-per-node", str(self.trainers + self.generators)] if self.trainers else []
+        return ["--ray", "auto", "--nodes", str(nodes), *each]
 
     def accelerate(self) -> str | None:
         """A configuration of accelerate that shards the trainer; None: it is one process."""

@@ -135,8 +135,8 @@ ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {  # what else of verl is ther
 _ENGINE = "it is of verl's engines and what they hold in memory"
 _SHARDS = "FSDP2 shards the trainer over async.trainer_gpus_per_node GPUs"
 WITHOUT_EFFECT: Mapping[str, str] = {  # a key, or the beginning of keys; what the line says
-    "ray_init": "without nodes there is no Ray",
-    "ray_kwargs": "without nodes there is no Ray",
+    "ray_init": "a cluster of Ray is started before the run, and found (--ray auto)",
+    "ray_kwargs": "a cluster of Ray is started before the run, and found (--ray auto)",
     "actor_rollout_ref.hybrid_engine": "trainer and workers are processes of their own",
     "actor_rollout_ref.ref": "TRL has the reference model where beta is not 0",
     "actor_rollout_ref.nccl_timeout": _SHARDS,
@@ -197,7 +197,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {  # a key, or the beginning of keys; what t
     "trainer.del_local_ckpt_after_load": "checkpoints stay",
     "trainer.esi_redundant_time": "SIGTERM writes a checkpoint",
     "trainer.use_legacy_worker_impl": _ENGINE,
-    "trainer.ray_wait_register_center_timeout": "without nodes there is no Ray",
+    "trainer.ray_wait_register_center_timeout": "a cluster of Ray is started before the run, and found (--ray auto)",
     "global_profiler": _ENGINE,
 }
 

@@ -97,6 +97,7 @@ def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
         *keys.without_effect,
         *(f"{name} has no effect here: {why}" for name, why in _idle(keys, devices, has_tasks=setup.has_tasks)),
         f"devices: {devices.sentence}",
+        *_other_nodes(keys),
         f"batch: {steps.prompts:,} prompts × {counted(steps.completions, 'completion')}, "
         f"{counted(steps.updates, 'optimizer step')} for each step of verl",
         f"training: {steps.both(total)} ({whence})",
@@ -154,6 +155,11 @@ def _idle(keys: Keys, devices: Devices, *, has_tasks: bool) -> Iterator[tuple[st
     ):
         if is_idle:
             yield from ((name, why) for name in keys.given if any(fnmatchcase(name, it) for it in patterns.split()))
+
+
+def _other_nodes(keys: Keys) -> list[str]:
+    others = keys["trainer.nnodes"] - 1
+    return [f"nodes: {counted(others, 'other machine')} on Ray, which only generate"] if others else []
 
 
 def is_multi_task(keys: Keys, rows: Mapping[str, int]) -> bool:
@@ -225,6 +231,7 @@ def _frequencies(keys: Keys, steps: Steps, *, evaluates: bool) -> list[str]:
 
 def _flags(keys: Keys, steps: Steps, devices: Devices, total: int, folder: Path, *, evaluates: bool) -> list[str]:
     flags = ["--steps", str(total * steps.updates), *devices.flags(str(accelerate_file(folder)))]
+    flags += devices.of_other_nodes(keys["trainer.nnodes"])
     if keys[f"{ROLLOUT}.name"] is not None or devices.of_a_server > 1:
         flags += ["--generator", "vllm-server" if devices.of_a_server > 1 else keys[f"{ROLLOUT}.name"]]
     test = keys["trainer.test_freq"]

@@ -113,6 +113,12 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
             "--worker-device-ids 4 --server-devices 4,5,6,7 --accelerate-config OUT/setup/accelerate.yaml "
             "--weights host --generator vllm-server",
         ),
+        (("trainer.nnodes=3",), 0, "--master-device-id cpu --ray auto --nodes 3"),
+        (
+            ("trainer.nnodes=3", "+async.trainer_gpus_per_node=1"),
+            8,
+            "--master-device-id 0 --worker-device-ids 1,2,3,4,5,6,7 --ray auto --nodes 3 --workers-per-node 8",
+        ),
         ((f"{ROLLOUT}.name=hf", "trainer.device=cpu"), 8, "--master-device-id cpu --generator hf"),
     ],
 )
@@ -132,7 +138,10 @@ def test_gpus_that_train_and_that_generate(plan: Plan, keys: tuple[str, ...], gp
         (("trainer.total_epochs=0",), "trainer.total_epochs must be at least 1, got 0"),
         (("algorithm.adv_estimator=rloo",), "must be one of gae, grpo, got 'rloo'"),
         ((f"{ACTOR}.loss_agg_mode=token-sum",), "token-sum has no counterpart in TRL"),
-        (("trainer.nnodes=4",), "trainer.nnodes=4: a run over several machines is not there yet"),
+        (
+            ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+            r"is of a vLLM server, which only a run on one machine has: take trainer\.nnodes=1",
+        ),
         ((f"{ACTOR}.ppo_mini_batch_size=6",), "Nearest: data.train_batch_size=12 or 18, or .*mini_batch_size=4 or 8"),
         ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",), "does not divide. Nearest: 4 or 8"),
         (("data.train_batch_size=320",), "the files have 160 rows: not one batch. Take at most 160"),
