@@ -145,7 +145,7 @@ def test_proportional_is_the_order_of_trl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "changes", "says"),
     [
-        ({"mtl": "mean"}, {}, r"mtl must be one of equal, proportional, pcgrad, got 'mean'\."),
+        ({"mtl": "mean"}, {}, r"mtl must be one of equal, proportional, pcgrad, .*, got 'mean'\."),
         ({"mtl": "gradvac"}, {}, "got 'gradvac', which keeps a state between steps"),
         ({"mtl": "upgrad"}, {}, "got 'upgrad', which needs a solver of another package"),
         ({"num_tasks_expected": 6}, {}, "6 tasks were expected, and there are 3: math, logic, code"),
