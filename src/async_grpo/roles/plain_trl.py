@@ -19,7 +19,6 @@ from async_grpo.rundir.paths import FINISHED, RUNNING, STOPPED, RunDir
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup.process import StopRequest
-from async_grpo.setup.sampling import refuse_guided
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -78,7 +77,6 @@ def train(trainer: GRPOTrainer, run_dir: Path) -> None:
     """
     from async_grpo.setup.trl_compat import train_the_rest
 
-    refuse_guided(trainer)
     begun = read_progress(run_dir) if has_begun(run_dir) else None
     checkpoint = _newest_checkpoint(Path(trainer.args.output_dir), begun) if begun is not None else None
     stop = StopRequest().install()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.errors import RunRefused, UnsupportedError, UsageError
 from async_grpo_experiments.guidance.divergence import divergence_of_offsets
 from async_grpo_experiments.guidance.head import HeadRecord, ValueHead, checked_record, tokens_of
 from async_grpo_experiments.guidance.identity import vocabulary_of, weights_digest
@@ -74,7 +74,7 @@ class Guidance:
             temperature: of the sampler; 0: greedy.
 
         Raises:
-            UsageError: the head's values are of another temperature, model or tokenizer.
+            RunRefused: the head's values are of another temperature, model or tokenizer.
         """
         if self.mode == DISABLED:
             return LogitsProcessorList()
@@ -92,7 +92,7 @@ class Guidance:
         return LogitsProcessorList([processor])
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise `UsageError`, with the first token that differs, where the head's tokens are not the tokenizer's."""
+        """Raise `RunRefused`, with the first token that differs, where the head's tokens are not the tokenizer's."""
         if tokenizer is self._checked:
             return
         ours = self.head.tokens if isinstance(self.head, ValueHead) else tokens_of(self.head)
@@ -100,7 +100,7 @@ class Guidance:
         pairs = enumerate(zip_longest(ours, theirs))
         if (differs := next((index for index, (one, other) in pairs if one != other), None)) is not None:
             one, other = (_token(tokens, differs) for tokens in (ours, theirs))
-            raise UsageError(
+            raise RunRefused(
                 f"{self._name} is of the tokenizer {self.record.tokenizer or 'of its model'} ({len(ours):,} tokens), "
                 f"and the model decodes with {getattr(tokenizer, 'name_or_path', '') or 'another'} ({len(theirs):,} "
                 f"tokens). The first that differs is {differs}: {one} there, {other} here. Train a head for this one."
@@ -110,12 +110,12 @@ class Guidance:
     def _check_sampler(self, model: PreTrainedModel, temperature: float) -> None:
         record = self.record
         if temperature not in (0, record.temperature):
-            raise UsageError(
+            raise RunRefused(
                 f"{self._name} has values of the sampler at temperature {record.temperature}, and decoding is at "
                 f"{temperature}. Set the temperature to {record.temperature}, or to 0 for greedy decoding."
             )
         if weights_digest(model) != record.model_hash:
-            raise UsageError(
+            raise RunRefused(
                 f"{self._name} has values of {record.model or 'another model'}, whose weights are not those of the "
                 "model that decodes. Decode with that one, or train a head for this one."
             )

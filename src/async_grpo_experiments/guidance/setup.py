@@ -66,7 +66,8 @@ def guided(
         head: the folder. It and the others are as `Guidance` has them, which says what is refused.
 
     Raises:
-        UsageError: an argument cannot be used, the folder holds no head, or it is of another tokenizer.
+        UsageError: an argument cannot be used, or the folder holds no head.
+        RunRefused: the head is of another tokenizer.
         BadFileError: the head's files are damaged.
     """
     guidance = Guidance(

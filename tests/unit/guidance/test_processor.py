@@ -9,7 +9,7 @@ import torch
 from engines import group, run
 from guided_models import PAD, PROMPTS, TOKENS, Words, engine, head_of, padded, processors, reference
 
-from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.errors import RunRefused, UnsupportedError, UsageError
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_experiments.guidance import Guidance, ValueHead
 from async_grpo_experiments.guidance.divergence import divergence_of_policy
@@ -148,7 +148,7 @@ def test_inverse_eta_is_the_reciprocal(model: Any) -> None:
 )
 def test_a_head_of_another_sampler_is_refused(model: Any, other: dict[str, Any], message: str) -> None:
     decodes = reference(other["model"]) if "model" in other else model
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(RunRefused, match=message):
         Guidance(head=head_of(model), eta=0.2).processors(
             decodes, other.get("words", Words()), attention_mask=None, temperature=other.get("temperature", 1.0)
         )

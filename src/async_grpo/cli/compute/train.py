@@ -133,6 +133,7 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
     from async_grpo.roles import plain_trl
     from async_grpo.setup.needs import check_needs
     from async_grpo.setup.process import gc_paused
+    from async_grpo.setup.sampling import refuse_guided
     from async_grpo.setup.setup_file import load_trainer
     from async_grpo.telemetry.trackers import name_for_wandb, name_run
 
@@ -156,6 +157,7 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
         if server is not None:
             server.require_started()
         check_needs(trainer)
+        refuse_guided(trainer)
         if settings.delta_every:
             trainer.add_callback(_keeper(settings, run_dir, Path(trainer.args.output_dir)))
         name_run(trainer, settings)
