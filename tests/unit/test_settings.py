@@ -13,7 +13,7 @@ import pytest
 from async_grpo.cli import options
 from async_grpo.cli.compute import server, worker
 from async_grpo.errors import UsageError
-from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, name, share
+from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, etas, name, share
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,17 @@ def test_the_flags_of_settings_are_read_back_as_the_same_settings(changed: Any) 
         assert value != field.default, f"{field.name} is not tried"
         one = replace(default, **{field.name: value})
         assert parsed(one) == one
+
+
+def test_strengths_of_guidance_are_over_zero_each_once() -> None:
+    assert etas("0.1, 2,off") == (0.1, 2.0, "off")
+    for text in ("0", "-1", "nan", "inf", "", "x"):
+        with pytest.raises(
+            ArgumentTypeError, match=r"must be over 0, in units of the reward, got .*; off is no guidance"
+        ):
+            etas(text)
+    with pytest.raises(ArgumentTypeError, match="names a strength twice"):
+        etas("0.1,0.10")
 
 
 def test_the_k_of_an_evaluation_fit_its_completions() -> None:

@@ -70,10 +70,11 @@ def test_a_resume_samples_as_the_evaluation_was_begun_where_it_says_nothing(
     run = RunDir(tmp_path / "evaluation")
     values = {"max_completion_length": "8"}
     begun = planned(tmp_path / "setup.py", set=values, eval_k=(1, 5), eval_temperature=0.0, stop_grace=7.0)
-    run.update_state(plan=begun)
+    run.update_state(plan=replace(begun, etas=(0.1, "off")))
     assert main([*asked, "--set", "max_completion_length=8", "--eval-top-k", "3"]) == 1
     (plan,) = launched
     assert plan.training == replace(begun.training, eval_top_k=3, resume=True)
+    assert plan.etas == (0.1, "off")
     assert "--eval-top-k 3 from now on; the run was begun without this option" in capsys.readouterr().out
 
 

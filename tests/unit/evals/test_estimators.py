@@ -77,6 +77,16 @@ def test_one_problem_has_no_interval() -> None:
     assert estimate.high is None
 
 
+def test_avg_kl_is_a_mean_over_problems_where_all_of_them_have_it() -> None:
+    sides = ([[1.0, 3.0], [2, 8]], [[0.5, 0.5], [1, 1]])
+    guided = [Answers(rewards=[0.0] * 2, successes=[False] * 2, divergences=kl, lengths=n) for kl, n in sides]
+    found = estimates(guided, [1])
+    assert found["avg_kl"].value == pytest.approx((2.0 + 0.5) / 2)
+    assert found["avg_kl"].low == 0, "no divergence is negative"
+    assert found["avg_kl_per_token"].value == pytest.approx((4.0 / 10 + 1.0 / 2) / 2)
+    assert "avg_kl" not in estimates([*guided, Answers(rewards=[0.0], successes=[False])], [1])
+
+
 def test_a_paired_difference_is_narrower_than_its_parts_where_problems_differ() -> None:
     theirs = [0.1, 0.5, 0.9, 0.3]
     ours = [value + 0.05 for value in theirs]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from async_grpo.evals.problems import say_what_is_evaluated, warn_of_duplicates
 from async_grpo.evals.report import Evaluated, EvaluationLedger, Judge, before_and_after, read
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import DIVERGENCE, Job, RolloutGroup
 from async_grpo.settings import TrainingSettings
 
 RUN = "run-1"
@@ -43,7 +44,13 @@ def problems(count: int) -> list[dict[str, Any]]:
 
 
 def begin(
-    server: ServerQueue, count: int = 4, version: int = 7, judge: Judge | None = None, replicates: int = 2
+    server: ServerQueue,
+    count: int = 4,
+    version: int = 7,
+    judge: Judge | None = None,
+    replicates: int = 2,
+    sampling: dict[str, Any] = GREEDY,
+    finished: Iterable[RolloutGroup] = (),
 ) -> Evaluation:
     return Evaluation(
         server,
@@ -52,7 +59,8 @@ def begin(
         run_id=RUN,
         version=version,
         replicates=replicates,
-        sampling=GREEDY,
+        sampling=sampling,
+        finished=finished,
         ks=(1, 2),
         seed=0,
         trainer_state={"global_step": 7, "max_steps": 9},
@@ -274,6 +282,26 @@ def lines() -> Iterator[list[str]]:
     sink = logger.add(lambda message: said.append(message.record["message"]), level="INFO")
     yield said
     logger.remove(sink)
+
+
+def test_answers_that_were_sampled_otherwise_are_not_used_again(server: ServerQueue, worker: WorkerQueue) -> None:
+    """Evaluations of one version differ by how they are sampled, in what a resume finds as well."""
+    finished = []
+    for eta, reward in ((0.1, 0.0), (0.5, 1.0)):
+        evaluation = begin(server, sampling={**GREEDY, "eta": eta})
+        assert evaluation.look() is None
+        for claim in worker.claim(8):
+            group = replace(answer(claim, version=7, rewards=[reward] * 2), metrics={DIVERGENCE: [eta, eta]})
+            finished.append(group)
+            worker.complete(claim, group)
+        assert evaluation.look() is not None
+    for eta, reward in ((0.5, 1.0), (0.1, 0.0)):
+        result = begin(server, sampling={**GREEDY, "eta": eta}, finished=finished).look()
+        assert result is not None
+        assert (result.figures["reward_mean"].value, result.sampling["eta"]) == (reward, eta)
+        assert result.figures["avg_kl"].value == pytest.approx(eta)
+        assert f"avg_kl {eta:.3f}" in result.in_words()
+    assert begin(server, sampling={**GREEDY, "eta": "off"}, finished=finished).done == 0
 
 
 def test_a_server_that_is_killed_begins_its_evaluation_anew(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from async_grpo.evals.report import Evaluated, evaluated, read
 from async_grpo.roles import answering, evaluator
 from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import EVAL_SAMPLING
 from async_grpo_ipc import open_remote_memory
 from plans import planned
 
@@ -39,6 +41,35 @@ def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, mo
                     "weight": version,
                     "bias": version,
                 }
+
+
+OF_HEAD = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "eta": 0.2}
+
+
+def samplings(*, guided: bool = True, etas: tuple[Any, ...] = (), **training: Any) -> list[dict[str, Any]]:
+    trainer: Any = SimpleNamespace(**({"guidance": SimpleNamespace(sampling=OF_HEAD)} if guided else {}))
+    return evaluator._samplings(trainer, replace(planned(Path("setup.py"), **training), etas=etas))
+
+
+def test_a_guided_evaluation_samples_as_the_head_says_where_the_command_says_nothing() -> None:
+    assert samplings(guided=False) == [{"temperature": 0.6, "top_p": 0.95, "top_k": 20}]
+    assert samplings() == [OF_HEAD]
+    assert samplings(eval_temperature=0.0) == [{**OF_HEAD, "temperature": 0.0}]
+    assert samplings(etas=(0.5, "off")) == [{**OF_HEAD, "eta": 0.5}, {**OF_HEAD, "eta": "off"}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"guided": False, "etas": (0.1,)}, r"--eval-eta: the trainer of \S*setup.py is not guided"),
+        ({"eval_top_p": 0.9}, "values are of the untruncated sampler: set top_p to 1"),
+        ({"eval_top_k": 20}, "values are of the untruncated sampler"),
+        ({"eval_temperature": 1.0}, "--eval-temperature 1.0: the head has values of the sampler at temperature 0.7"),
+    ],
+)
+def test_what_a_guided_evaluation_cannot_do_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        samplings(**asked)
 
 
 class Tied(nn.Module):
@@ -108,7 +139,7 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
     evaluate(1)
     evaluate(2)
     assert [(one.step, one.replicates) for one in read(run.evaluations)] == [(0, 2), (1, 2)]
-    assert [one["figures"] for one in json.loads(run.comparison.read_text())["differences"]] == [{}]
+    assert json.loads(run.comparison.read_text()) == {"differences": [{"sampling": EVAL_SAMPLING, "figures": {}}]}
 
 
 def test_an_adapter_that_is_scaled_otherwise_is_refused(tmp_path: Path) -> None:

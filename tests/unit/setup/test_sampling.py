@@ -11,7 +11,13 @@ from transformers import GenerationConfig
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
-from async_grpo.setup.sampling import check_sampling, effective_sampling, needs_kept_tokens, transformers_config
+from async_grpo.setup.sampling import (
+    check_sampling,
+    effective_sampling,
+    needs_kept_tokens,
+    refuse_guided,
+    transformers_config,
+)
 
 
 def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -182,6 +188,49 @@ def test_decoding_that_is_not_sampling_is_refused_with_where_it_comes_from(name:
         check_sampling(trainer(generation_kwargs={name: 4}), "none", HF)
     with pytest.raises(UnsupportedError, match=rf"{name}=4 in the model's generation_config"):
         check_sampling(trainer(inherited={name: 4}), "none", HF)
+
+
+def guided(**changes: Any) -> Any:
+    user = trainer(**changes)
+    user.guidance = SimpleNamespace(sampling={})
+    return user
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_p": 0.9}, r"top_p=0.9 with guidance: values are of the untruncated sampler. Set top_p to 1"),
+        ({"top_k": 20}, "top_k=20 with guidance"),
+        ({"min_p": 0.1}, r"min_p=0.1 with guidance"),
+        ({"repetition_penalty": 1.2}, r"repetition_penalty=1.2 with guidance"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 3}}, "no_repeat_ngram_size=3 with guidance"),
+    ],
+)
+def test_guidance_is_of_the_untruncated_sampler(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        check_sampling(guided(**changes), "trl", HF)
+
+
+def test_guidance_is_for_the_workers_own_model_and_a_single_turn() -> None:
+    check_sampling(guided(temperature=0.7), "trl", HF)
+    for generator in (VLLM, VLLM_SERVER, STARTED_SERVER):
+        with pytest.raises(UnsupportedError, match=f"--generator {generator} with guidance: vLLM takes"):
+            check_sampling(guided(), "trl", generator)
+    for name in ("tools", "environment_factories", "rollout_func"):
+        user = guided()
+        setattr(user, name, [print])
+        with pytest.raises(UnsupportedError, match=f"{name} with guidance: it is for a single turn"):
+            check_sampling(user, "trl", HF)
+    user = guided()
+    user.model.peft_config = {}
+    with pytest.raises(UnsupportedError, match="An adapter with guidance"):
+        check_sampling(user, "trl", HF)
+
+
+def test_a_guided_trainer_is_not_trained() -> None:
+    refuse_guided(trainer())
+    with pytest.raises(UnsupportedError, match="A guided sampler is not the policy that the loss updates; evaluate"):
+        refuse_guided(guided())
 
 
 def test_stop_strings_need_vllm() -> None:
