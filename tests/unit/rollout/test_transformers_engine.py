@@ -73,6 +73,16 @@ def forward_logprobs(
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
+def test_a_jobs_own_temperature_of_one_is_taken_whatever_the_loss_has(model: Qwen3ForCausalLM) -> None:
+    """`generate` adds no processor for it, so nothing else may be sampled from than the logits as they are."""
+    prompts = [group(PROMPTS, temperature=1.0, top_p=1.0, top_k=0)]
+    ours, wanted = (
+        run(engine_of(model, loss_temperature=loss, temperature=0.7), prompts)[0].tokens for loss in (0.7, 1.0)
+    )
+    assert len(ours) == 3
+    assert [one.ids for one in ours] == [one.ids for one in wanted]
+
+
 def test_a_row_ends_behind_a_stop_string(model: Qwen3ForCausalLM) -> None:
     letters = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate("abcdefghijklmnopqrstuvwx")}))
     letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split(Regex("[a-z]"), "isolated"), decoders.Fuse()
