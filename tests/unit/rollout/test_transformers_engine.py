@@ -75,11 +75,12 @@ def forward_logprobs(
 
 def test_a_jobs_own_temperature_of_one_is_taken_whatever_the_loss_has(model: Qwen3ForCausalLM) -> None:
     """`generate` adds no processor for it, so nothing else may be sampled from than the logits as they are."""
-    prompts = [group(PROMPTS, temperature=1.0, top_p=1.0, top_k=0)]
+    prompts = [group(PROMPTS * 4, temperature=1.0, top_p=1.0, top_k=0)]
     ours, wanted = (
-        run(engine_of(model, loss_temperature=loss, temperature=0.7), prompts)[0].tokens for loss in (0.7, 1.0)
+        run(engine_of(model, tokens=30, loss_temperature=loss, temperature=0.7), prompts)[0].tokens
+        for loss in (0.7, 1.0)
     )
-    assert len(ours) == 3
+    assert len(ours) == 12
     assert [one.ids for one in ours] == [one.ids for one in wanted]
 
 
