@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from async_grpo.api import AsyncGRPO
 from async_grpo.errors import UsageError
 from async_grpo.rundir.files import write_json
@@ -76,7 +78,10 @@ class GRPO:
         return NO_ROWS
 
     def train(self, rows: Rows = NO_ROWS, start: Path | None = None, *, out: Path) -> Trained:
-        """Run `async-grpo train` on the model of the round before, and save the model in `out/model`."""
+        """Run `async-grpo train` on the model of the round before, and save the model in `out/model`.
+
+        A run that was interrupted in `out` goes on. `Trained.seconds` are from the first to the last step.
+        """
         if (out / "model").exists():
             raise UsageError(f"{out / 'model'} holds what another training left: name another folder, or move it away.")
         out.mkdir(parents=True, exist_ok=True)
@@ -89,13 +94,15 @@ class GRPO:
         )
         write_json(out / "round.json", as_json(round_))
         (out / "setup.py").write_text(SETUP_FILE)
-        result = AsyncGRPO(out / "setup.py", workers=self.settings.workers, run_dir=out / "run").train()
+        run = out / "run"
+        result = AsyncGRPO(out / "setup.py", workers=self.settings.workers, run_dir=run, resume=run.exists()).train()
         result.model().save_pretrained(out / "model")
+        AutoTokenizer.from_pretrained(self.settings.reference).save_pretrained(out / "model")
         metrics = result.metrics
         return Trained(
-            steps=int(result.summary["steps"]),
+            steps=len(metrics),
             loss=float(metrics["loss"].mean()),
-            seconds=float(result.summary["seconds"]),
+            seconds=float(metrics["monotonic_s"].max() - metrics["monotonic_s"].min()),
             folder=out / "model",
         )
 
@@ -103,7 +110,6 @@ class GRPO:
 def trainer_of(path: Path) -> Any:
     """The trainer of a round, in each process of its run. The divergence is from the original reference."""
     from datasets import Dataset
-    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     from async_grpo_experiments.algorithms.training import arguments, load_policy

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,16 +72,12 @@ def star_rows(graphs: Sequence[StarGraph]) -> list[dict[str, str]]:
     return [{"prompt": graph.prompt, "answer": graph.answer} for graph in graphs]
 
 
-class Walk(NamedTuple):
-    """Token ids of one graph and a path in it, with the end token."""
-
-    prompt: list[int]
-    path: list[int]
-
-
-def walk(graph: StarGraph, tokenizer: Any, branch: int) -> Walk:
-    path = [*tokenizer(text_of(graph.paths[branch]))["input_ids"], tokenizer.eos_token_id]
-    return Walk(tokenizer(graph.prompt)["input_ids"], path)
+def walks(graphs: Sequence[StarGraph], branches: Sequence[int], tokenizer: Any) -> tuple[torch.Tensor, int]:
+    """Token ids of each graph and one of its paths, with the end token, [B, T]; and how many are of the graph."""
+    words = tokenizer.get_vocab()
+    texts = [(one.prompt, text_of(one.paths[branch])) for one, branch in zip(graphs, branches, strict=True)]
+    ids = [[words[word] for word in f"{prompt} {path}".split()] + [tokenizer.eos_token_id] for prompt, path in texts]
+    return torch.tensor(ids), len(texts[0][0].split())
 
 
 def train_reference(
@@ -91,6 +87,7 @@ def train_reference(
     length: int,
     *,
     steps: int,
+    nodes: int = 12,
     batch: int = 128,
     lr: float = 1e-3,
     seed: int = 0,
@@ -101,10 +98,8 @@ def train_reference(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.1)
     model.train()
     for step in range(steps):
-        graphs = star_graphs(branches, length, batch, seed=1_000_000 * (seed + 1) + step)
-        walks = [walk(graph, tokenizer, int(rng.integers(branches))) for graph in graphs]
-        ids_BT = torch.tensor([one.prompt + one.path for one in walks])
-        start = len(walks[0].prompt)
+        graphs = list(star_graphs(branches, length, batch, nodes=nodes, seed=1_000_000 * (seed + 1) + step))
+        ids_BT, start = walks(graphs, rng.integers(branches, size=batch).tolist(), tokenizer)
         logits_BTV = model(ids_BT).logits[:, start - 1 : -1]
         loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, start:].flatten())
         optimizer.zero_grad()
@@ -118,12 +113,10 @@ def train_reference(
 @torch.no_grad()
 def chances(model: Any, tokenizer: Any, graphs: Sequence[StarGraph], batch: int = 512) -> NDArray[np.float64]:
     """π(the right path | x) of each graph."""
-    walks = [walk(graph, tokenizer, graph.right) for graph in graphs]
     found = []
-    for first in range(0, len(walks), batch):
-        part = walks[first : first + batch]
-        ids_BT = torch.tensor([one.prompt + one.path for one in part])
-        start = len(part[0].prompt)
+    for first in range(0, len(graphs), batch):
+        part = graphs[first : first + batch]
+        ids_BT, start = walks(part, [graph.right for graph in part], tokenizer)
         logps_BTV = model(ids_BT).logits[:, start - 1 : -1].double().log_softmax(-1)
         found.append(logps_BTV.gather(2, ids_BT[:, start:, None])[..., 0].sum(1).exp())
     return torch.cat(found).numpy()

@@ -51,7 +51,7 @@ def test_the_optimum_of_star_graphs() -> None:
 def test_the_chance_of_the_right_path_is_that_of_samples() -> None:
     tokenizer = star_tokenizer(5)
     model = small_transformer(tokenizer, width=32, layers=1)
-    train_reference(model, tokenizer, 2, 2, steps=60, batch=64, lr=3e-3)
+    train_reference(model, tokenizer, 2, 2, steps=60, nodes=5, batch=64, lr=3e-3)
     graphs = list(star_graphs(2, 2, 4, nodes=5, seed=1))
     sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4)
     torch.manual_seed(0)
