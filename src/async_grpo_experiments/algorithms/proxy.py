@@ -69,7 +69,7 @@ def train_proxy(settings: PreferenceSettings, backbone: str, pairs: Rows, out: P
         "chosen_ids": [list(chosen.tokens) for chosen, _ in groups],
         "rejected_ids": [list(rejected.tokens) for _, rejected in groups],
     }
-    pad = unused(model, [*texts["chosen_ids"], *texts["rejected_ids"]])
+    pad = padding_for(model, [*texts["chosen_ids"], *texts["rejected_ids"]])
     trainer = RewardTrainer(
         model,
         RewardConfig(
@@ -92,12 +92,12 @@ def train_proxy(settings: PreferenceSettings, backbone: str, pairs: Rows, out: P
     return fit(trainer, out / "proxy", save)
 
 
-def unused(model: Any, texts: Sequence[Sequence[int]]) -> int:
-    """A token id that is in no text: the model finds a text's end by its padding, and the end token counts, too."""
-    used = {token for text in texts for token in text}
-    free = next((token for token in range(model.config.vocab_size - 1, -1, -1) if token not in used), None)
+def padding_for(model: Any, texts: Sequence[Sequence[int]]) -> int:
+    """A token id with which no text ends: the model finds a text's end by its padding, and the end token counts, too."""
+    ends = {text[-1] for text in texts}
+    free = next((token for token in range(model.config.vocab_size - 1, -1, -1) if token not in ends), None)
     if free is None:
-        raise UsageError("The texts use every token of the vocabulary, so that none is left to pad them with.")
+        raise UsageError("Every token of the vocabulary ends some text, so that none is left to pad them with.")
     return free
 
 
@@ -108,13 +108,15 @@ def scores_of(model: Any, texts: Sequence[Sequence[int]], batch: int = BATCH) ->
     scores = [0.0] * len(texts)
     for first in range(0, len(order), batch):
         places = order[first : first + batch]
-        pad = unused(model, [texts[place] for place in places])
+        pad = padding_for(model, [texts[place] for place in places])
         longest = len(texts[places[-1]])
         ids_BT = torch.full((len(places), longest), pad)
+        mask_BT = torch.zeros_like(ids_BT)
         for row, place in enumerate(places):
             ids_BT[row, : len(texts[place])] = torch.tensor(texts[place])
+            mask_BT[row, : len(texts[place])] = 1
         model.config.get_text_config().pad_token_id = pad
-        logits_B1 = model(ids_BT.to(model.device), attention_mask=(ids_BT != pad).long().to(model.device)).logits
+        logits_B1 = model(ids_BT.to(model.device), attention_mask=mask_BT.to(model.device)).logits
         for place, score in zip(places, logits_B1[:, 0].tolist(), strict=True):
             scores[place] = score
     return scores

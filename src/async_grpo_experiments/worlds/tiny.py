@@ -24,9 +24,7 @@ def words_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 def small_transformer(tokenizer: Any, *, width: int = 64, layers: int = 2, seed: int = 0, scale: float = 0.02) -> Any:
     """A Qwen3 with random weights, which may say every token."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(head_dim=width // 2, initializer_range=scale, **_shape(tokenizer, width, layers))
-    )
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=16, initializer_range=scale, **_shape(tokenizer, width, layers)))
 
 
 def endless_transformer(tokenizer: Any, *, width: int = 32, layers: int = 2, seed: int = 0, scale: float = 0.2) -> Any:
@@ -43,8 +41,8 @@ def _shape(tokenizer: Any, width: int, layers: int) -> dict[str, Any]:
         "hidden_size": width,
         "intermediate_size": 4 * width,
         "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_attention_heads": width // 16,
+        "num_key_value_heads": width // 16,
         "max_position_embeddings": 256,
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
