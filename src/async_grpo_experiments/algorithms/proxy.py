@@ -93,7 +93,7 @@ def train_proxy(settings: PreferenceSettings, backbone: str, pairs: Rows, out: P
 
 
 def padding_for(model: Any, texts: Sequence[Sequence[int]]) -> int:
-    """A token id with which no text ends: the model finds a text's end by its padding, and the end token counts, too."""
+    """A token id with which no text ends: a model finds the end by the padding, and the end token counts as well."""
     ends = {text[-1] for text in texts}
     free = next((token for token in range(model.config.vocab_size - 1, -1, -1) if token not in ends), None)
     if free is None:
