@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,4 +52,5 @@ class GRPOHF:
             train_proxy(settings, settings.value or settings.reference, rows, out)
         else:
             shutil.copytree(start.parent / "proxy", out / "proxy")
-        return GRPO(settings, self._problems, str(out / "proxy")).train(rows, start, out=out)
+        online = GRPOSettings(**{key.name: getattr(settings, key.name) for key in fields(GRPOSettings)})
+        return GRPO(online, self._problems, str(out / "proxy")).train(NO_ROWS, start, out=out)
