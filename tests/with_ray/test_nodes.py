@@ -87,7 +87,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
 
         def made_more() -> None:
             had = groups_of(run_dir)
-            run.wait_until(lambda: groups_of(run_dir) > had + 32, "groups after a loss")
+            run.wait_until(lambda: groups_of(run_dir) > had + 8, "groups after a loss")
 
         worker = run.wait_until(lambda: having(run, "async_grpo.cli worker", str(node_dir)), "a far worker")[0]
         worker.kill()
@@ -102,7 +102,8 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
         frozen.resume()
         assert gone([frozen])
         made_more()
-        run.wait_until(lambda: len(having(run, "ray::FarNode")) == 2, "both nodes")[0].kill()
+        run.wait_until(lambda: len(having(run, "ray::FarNode")) == 2, "both nodes")
+        having(run, "ray::FarNode")[0].kill()
         made_more()
         gate = having(run, "async_grpo.cli nodes")[0]
         held = claims_of(run_dir, "dev1") | claims_of(run_dir, "dev2")

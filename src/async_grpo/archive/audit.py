@@ -48,6 +48,7 @@ class Group:
     state: str  # used, open, set aside, dropped, to be issued again, lost
     attempts: int | None  # tries until now; None if its files are trimmed
     worker: str | None  # who generated it
+    node: str | None  # on which other machine; empty: the server's
     policy_version: int | None
     step: int | None  # the optimizer step that used it
     turn_rewards: TurnRewards | None  # None: its trainer gives none, or its file is trimmed
@@ -83,6 +84,10 @@ class Audit:
     def workers(self) -> dict[str, int]:
         return dict(sorted(Counter(group.worker for group in self.groups if group.worker is not None).items()))
 
+    def nodes(self) -> dict[str, int]:
+        """Groups by the machine that generated them, where it is not the server's."""
+        return dict(sorted(Counter(group.node for group in self.groups if group.node).items()))
+
     def turn_rewards(self) -> TurnRewards | None:
         """Rewards by turn of all groups whose files are left; None: no trainer gave any."""
         found = [group.turn_rewards for group in self.groups if group.turn_rewards is not None]
@@ -94,7 +99,12 @@ class Audit:
         data = {"clean": self.clean, "issued": len(self.groups), **totals, **asdict(self)}
         groups, turns = data.pop("groups"), self.turn_rewards()
         of_turns = None if turns is None else asdict(turns)
-        counts = {"attempts": self.attempts(), "workers": self.workers(), "turn_rewards": of_turns}
+        counts = {
+            "attempts": self.attempts(),
+            "workers": self.workers(),
+            "nodes": self.nodes(),
+            "turn_rewards": of_turns,
+        }
         return {**data, **counts, "groups": groups}
 
 
@@ -196,6 +206,7 @@ def _group(seq: int, found: Evidence, uses: dict[int, list[Use]], issued_below: 
         state=USED if use is not None else _state_of_unused(seq, found, bool(archived), issued_below),
         attempts=_attempts(seq, names, made if use is not None else None, found),
         worker=made.worker if made else None,
+        node=made.node if made else None,
         policy_version=use.policy_version if use is not None else made.policy_version if made else None,
         step=use.step if use is not None else None,
         turn_rewards=made.turn_rewards if made else None,

@@ -50,6 +50,7 @@ class StoredGroup(NamedTuple):
     policy_version: int
     turn_rewards: TurnRewards | None = None  # None: its trainer gives none
     wrong_turns: str | None = None  # where there are not as many turn rewards as turns
+    node: str = ""  # the other machine that generated it
 
 
 @dataclass(slots=True)
@@ -145,7 +146,7 @@ def _stored(data: bytearray, name: JobName, run_id: str) -> StoredGroup | None:
         decode_job(data, name, run_id)
         return None
     group = decode_group(data, name, run_id)
-    return StoredGroup(name, group.worker, group.policy_version, _turn_rewards(group), _wrong_turns(group))
+    return StoredGroup(name, group.worker, group.policy_version, _turn_rewards(group), _wrong_turns(group), group.node)
 
 
 def _turn_rewards(group: RolloutGroup) -> TurnRewards | None:

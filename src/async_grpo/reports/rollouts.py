@@ -87,6 +87,7 @@ def select(
     step: int | None = None,
     job: int | None = None,
     evaluations: bool = False,
+    node: str | None = None,
 ) -> Selection:
     """Pick completions of finished groups; of one optimizer step or one job if asked.
 
@@ -94,10 +95,11 @@ def select(
 
     evaluations: of groups of evaluations; `step` is then the version that was evaluated. Always so of a run that
     trains nothing.
+    node: only what this machine generated.
     """
     evaluations = evaluations or bool(groups.state.plan.models)
     if evaluations if job is None else job >= NOT_TRAINED_ON:
-        return _pick(_evaluated(groups, step, job), order, limit)
+        return _pick(_of_node(_evaluated(groups, step, job), node), order, limit)
     fates = groups.fates()
     if job is not None:
         found = groups.all(fates, only={job})
@@ -105,7 +107,11 @@ def select(
         found = groups.all(fates, only={seq for seq, fate in fates.items() if fate.step == step})
     else:
         found = chain(groups.all(fates, only=fates), groups.all(fates, only=_Others(fates)))
-    return _pick(_rollouts(groups, found, fates), order, limit)
+    return _pick(_of_node(_rollouts(groups, found, fates), node), order, limit)
+
+
+def _of_node(rollouts: Iterator[Rollout], node: str | None) -> Iterator[Rollout]:
+    return rollouts if node is None else (rollout for rollout in rollouts if rollout.found.group.node == node)
 
 
 class _Others:

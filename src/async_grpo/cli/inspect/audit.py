@@ -70,6 +70,8 @@ def _rows(report: Audit) -> Iterator[tuple[str, str]]:
     yield "attempts: groups", _listed(report.attempts())
     yield "staleness: groups", _listed(report.staleness)
     yield "worker: groups", _listed(report.workers())
+    if nodes := report.nodes():
+        yield "node: groups", _listed(nodes)
     if rewards := report.turn_rewards():
         mean = f", {rewards.total / rewards.rewarded:.3g} on average" if rewards.rewarded else ""
         without = sum(group.worker is not None and group.turn_rewards is None for group in report.groups)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from async_grpo.archive.groups import FinishedGroup, FinishedGroups
+    from async_grpo.records import RolloutGroup
     from async_grpo.reports.rollouts import Rollout, Selection
 
 EXAMPLES = """\
@@ -52,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--eval", action="store_true", help="what evaluations asked; with --step, the evaluation of version N"
     )
+    parser.add_argument("--node", metavar="NAME", help="only what this machine generated, of a run with --ray")
     parser.add_argument(
         "--limit", type=positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
     )
@@ -68,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
     usual = SHOWN_AS_PAGE if args.html else None if args.job is not None else SHOWN
     order = WORST if args.worst else BEST if args.best else NEWEST
     selection = select(
-        groups, order=order, limit=args.limit or usual, step=args.step, job=args.job, evaluations=args.eval
+        groups,
+        order=order,
+        limit=args.limit or usual,
+        step=args.step,
+        job=args.job,
+        evaluations=args.eval,
+        node=args.node,
     )
     if not selection.rollouts:
         raise UsageError(_nothing(args, groups))
@@ -92,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
     root = args.run_dir
+    if args.node is not None:
+        return f"No group that is asked for was made on node {args.node!r}: `audit` lists the nodes of a run."
     if args.eval and args.job is None:
         which = "" if args.step is None else f" of version {args.step}"
         return f"{root} has no group of an evaluation{which}: see `--eval-every` of `async-grpo train`."
@@ -152,14 +162,19 @@ def about(found: FinishedGroup, *, ended: bool) -> str:
 
     group, fate = found.group, found.fate
     tries = f", try {group.attempt + 1}" if group.attempt else ""
-    made = f"{group.worker}, policy {group.policy_version}{tries}"
+    made = f"{maker(group)}, policy {group.policy_version}{tries}"
     if fate.step is not None:
         return f"step {fate.step}, staleness {found.staleness}, {made}"
     if fate.state == EVALUATED:
-        return f"evaluation of version {group.policy_version}, {group.worker}{tries}"
+        return f"evaluation of version {group.policy_version}, {maker(group)}{tries}"
     if fate.reason:
         return f"dropped: {fate.reason}, {made}"
     return f"{'left over when the run ended, not trained on' if ended else 'not used yet'}, {made}"
+
+
+def maker(group: RolloutGroup) -> str:
+    """`dev1`, or `dev8 on gpu3`."""
+    return f"{group.worker} on {group.node}" if group.node else group.worker
 
 
 def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]:
