@@ -28,19 +28,15 @@ from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.nodes.tree import packed
 from async_grpo.queue import WorkerQueue
-from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import LOADING, Activity
 from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, write_nodes
-from async_grpo.telemetry.waiting import wait_until
-from async_grpo_ipc.errors import IPCError
 
 LOOK_S = 0.2
 RECORD_EVERY_S = 1.0
 DEFAULT_WORKERS = 2  # of a node without GPUs
-LOADING_S = 3600.0  # for the server to publish its first version
 START_S = 60.0  # for an actor that has room to answer
 END_S = 10.0  # for the nodes to end
 AGAIN_S = 2.0  # between tries to find a machine
@@ -75,7 +71,7 @@ class _Gate:
         self._facts = facts()
         self._goes_on = threading.Event()
         self._goes_on.set()
-        self._versions: PublishedVersions | None = None
+        self._versions = PublishedVersions(run.weights_handle, cluster.put)
         self._mutex = threading.Lock()
         self._taken: dict[str, int] = {}  # machine -> number of the worker that it is
         self._trouble: BaseException | None = None
@@ -194,9 +190,6 @@ class _Gate:
         why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
         if why:
             raise NodeRefused(f"{machine.name}: {why}")
-        versions = self._published()
-        if versions is None:
-            return
         with closing(
             WorkerQueue.open(self._run.root, number, f"{machine.name}: {workers} workers", far_workers=workers)
         ) as queue:
@@ -214,7 +207,7 @@ class _Gate:
             FarNodeSeat(
                 node,
                 queue,
-                versions,
+                self._versions,
                 self._state.plan,
                 name=machine.name,
                 workers=workers,
@@ -291,23 +284,6 @@ class _Gate:
                     ) from None
             except Exception as error:
                 raise PeerDiedError(f"cannot start: {error}") from error
-
-    def _published(self) -> PublishedVersions | None:
-        """The server's versions, once there is one; None where the run is over before."""
-        with self._mutex:
-            if self._versions is None:
-                self._versions = wait_until(
-                    self._try_to_open, what="weights from the parameter server", timeout_s=LOADING_S, poll_s=LOOK_S
-                )
-            return self._versions or None
-
-    def _try_to_open(self) -> Any:
-        if not self._goes_on.is_set():
-            return False
-        with suppress(IPCError):
-            if server_alive(self._run.root) and self._run.weights_handle.exists():
-                return PublishedVersions(self._run.weights_handle, self._cluster.put)
-        return None
 
     def _pause(self) -> None:
         deadline = time.monotonic() + AGAIN_S

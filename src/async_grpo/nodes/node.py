@@ -11,6 +11,8 @@ import platform
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +28,7 @@ from async_grpo.errors import AsyncGRPOError, RunRefused, reason_of
 from async_grpo.launch.child_log import LogTail
 from async_grpo.launch.launcher import REFUSED, worker_child
 from async_grpo.launch.supervisor import Exits, Supervisor
+from async_grpo.nodes import leftovers
 from async_grpo.nodes.tree import unpack
 from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_job
@@ -114,6 +117,7 @@ class _RunHere:
     def __init__(self, order: dict[str, Any]) -> None:
         state = shaped(RunState, parse_object(order["state"]))
         self._run, state = _prepare(order, state)
+        self._cleaner = _cleaner_of(self._run.root)
         self._lock = server_lock(self._run.root)
         self._lock.try_acquire({"role": "parameter server"})
         self._queue = ServerQueue.open(self._run.root, state.run_id, max_attempts=1, lock=self._lock)
@@ -177,6 +181,7 @@ class _RunHere:
         self._weights.close()
         self._lock.release()
         shutil.rmtree(self._run.root, ignore_errors=True)
+        self._cleaner.communicate()
 
     # Jobs and groups
 
@@ -337,6 +342,12 @@ def _tidy_up(parent: Path, run_id: str) -> None:
     for folder in parent.glob(f"async-grpo-{run_id}-*"):
         if not folder.is_symlink() and not server_alive(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cleaner_of(root: Path) -> subprocess.Popen[bytes]:
+    """A process that deletes `root` where this one is killed; it ends when its standard input is closed."""
+    command = [sys.executable, "-I", "-S", leftovers.__file__, str(root)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _environment(state: RunState, threads: str | None) -> dict[str, str]:

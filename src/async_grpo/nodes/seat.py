@@ -243,11 +243,14 @@ class FarNodeSeat:
         has: int | None = None
         while not self._done.is_set():
             newest = self._versions.newest()
-            if newest is None or (has == newest and self._published == newest):
+            if newest is None:
+                self._done.wait(HUNGRY_S)
+                continue
+            if has == newest and self._published == newest:
                 time.sleep(WEIGHTS_POLL_S)
                 continue
             if has == newest:  # it is there, and every slot is being read
-                self._await(self._calls.receive({"kind": "again"}, b""))
+                self._published = self._await(self._calls.receive({"kind": "again"}, b""))["published"]
                 time.sleep(WEIGHTS_POLL_S)
                 continue
             has = self._send_version(has)
@@ -262,7 +265,7 @@ class FarNodeSeat:
             if answer["why"]:
                 logger.warning("{} asks for the whole weights: {}", self._name, answer["why"])
                 return None
-            has = answer["has"]
+            has, self._published = answer["has"], answer["published"]
         seconds, now = time.monotonic() - began, self._figures
         if "whole" in kinds:
             self._versions.took(sent, seconds)

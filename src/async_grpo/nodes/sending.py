@@ -20,6 +20,7 @@ from async_grpo_ipc.attachment import Generations
 from async_grpo_ipc.delta import Buffer, digest, encode
 from async_grpo_ipc.delta.file import pack
 from async_grpo_ipc.delta.tensors import copied
+from async_grpo_ipc.errors import IPCError
 from async_grpo_ipc.layout import described
 
 if TYPE_CHECKING:
@@ -60,15 +61,11 @@ class _Whole(NamedTuple):
 
 
 class PublishedVersions:
-    """What the server publishes at `handle`, ready to be sent. For several threads.
-
-    Raises:
-        IPCError: from the constructor: there is no live exporter (yet).
-    """
+    """What the server publishes at `handle`, from the moment that it does, ready to be sent. For several threads."""
 
     def __init__(self, handle: Path, put: Put) -> None:
-        self._put = put
-        self._generations = Generations(handle)
+        self._put, self._handle = put, handle
+        self._generations: Generations | None = None
         self._mutex = threading.RLock()
         self._now: _Whole | None = None
         self._static: dict[str, Buffer] = {}
@@ -82,6 +79,13 @@ class PublishedVersions:
     def newest(self) -> int | None:
         """The newest version that the server has published, None before the first."""
         with self._mutex:
+            if self._generations is None:
+                if not self._handle.exists():
+                    return None
+                try:
+                    self._generations = Generations(self._handle)
+                except IPCError:  # what a dead server has left, or a live one is making
+                    return None
             found = self._generations.follow().newest()
         return None if found is None else found.version
 
@@ -101,9 +105,11 @@ class PublishedVersions:
         self._bytes_per_s = nbytes / max(seconds, 1e-6)
 
     def close(self) -> None:
-        self._generations.close()
+        if self._generations is not None:
+            self._generations.close()
 
     def _take_newest(self) -> _Whole:
+        assert self._generations is not None, "`newest` has said that there is a version"
         lease = self._generations.take_lease(LEASE_S)
         try:
             if self._now is not None and lease.version == self._now.version:

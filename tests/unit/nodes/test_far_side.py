@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,19 @@ def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any]) 
     node = _RunHere(order)
     node.end(finished=False)
     assert not left.exists() and others.exists()
+
+
+def test_the_run_directory_goes_when_the_actor_is_killed_and_its_workers_have_ended(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with closing(WorkerQueue.open(root, 1, "cpu")):
+        cleaner = far._cleaner_of(root)
+        assert cleaner.stdin is not None
+        cleaner.stdin.close()  # as the kernel does
+        with pytest.raises(subprocess.TimeoutExpired):
+            cleaner.wait(0.3)
+        assert root.exists()
+    assert cleaner.wait(30) == 0
+    assert not root.exists()
 
 
 def test_a_folder_of_others_is_refused(order: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ class Here:
         self.exporter = WeightExporter.from_model(self.model, folder / "server.json", slots=3)
         self.exporter.publish(0)
         self.versions = PublishedVersions(folder / "server.json", lambda data: data.copy())
+        assert self.versions.newest() == 0
         self.node = ReceivedWeights(folder / "node.json", workers=1)
         self.handle = folder / "node.json"
 
@@ -147,3 +148,16 @@ def test_a_difference_that_was_damaged_asks_for_the_whole(here: Here) -> None:
     assert published(here.handle)[0] == 0
     here.send()
     assert_equal_there(here, 1)
+
+
+def test_there_is_nothing_before_the_server_publishes_and_what_a_dead_one_left_is_not_taken(tmp_path: Path) -> None:
+    versions = PublishedVersions(tmp_path / "server.json", lambda data: data)
+    assert versions.newest() is None
+    (tmp_path / "server.json").write_text("{}")
+    assert versions.newest() is None
+    (tmp_path / "server.json").unlink()
+    with WeightExporter.from_model(Tied(), tmp_path / "server.json") as exporter:
+        assert versions.newest() is None
+        exporter.publish(4)
+        assert versions.newest() == 4
+    versions.close()
