@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -161,6 +161,14 @@ test-sagemaker: .venv-sagemaker/.installed
 test-envs: .venv-envs/.installed
 	.venv-envs/bin/python -m pytest tests/with_envs
 
+# Ray lies beside .venv: runs with nodes, on a cluster of this machine.
+.venv-ray/.installed: $(VENV)/.installed-test pyproject.toml src/async_grpo/constraints.txt scripts/env_beside.sh
+	scripts/env_beside.sh .venv-ray "ray==2.60.*"
+	touch $@
+
+test-nodes: .venv-ray/.installed
+	.venv-ray/bin/python -m pytest tests/with_ray tests/unit/nodes
+
 # DeepSpeed lies beside .venv, and borrows all else from it. It is built from its sources, which needs a C++ compiler.
 .venv-zero3/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/deepspeed_env.sh
 	scripts/deepspeed_env.sh .venv-zero3
@@ -170,4 +178,4 @@ test-zero3: .venv-zero3/.installed
 	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
 
 clean:
-	rm -rf .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
