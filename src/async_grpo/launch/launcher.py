@@ -39,6 +39,7 @@ from async_grpo.setup.process import StopRequest, ignore_stacks_signal, path_to_
 from async_grpo.telemetry.nodes import read_nodes
 from async_grpo.telemetry.stalls import HangDetector
 
+NODES = "nodes"  # the process that claims for other machines, as a child
 GATE_GRACE_S = 20.0  # more than a worker gets: it ends those of other machines
 NOTHING_TRAINED = 130  # a stop before the first step; what a shell shows for a program that SIGINT ended
 REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
@@ -69,6 +70,7 @@ class _Launch:
 
     def __init__(self, plan: RunPlan, run: RunDir, run_id: str) -> None:
         self._plan, self._run, self._run_id = plan, run, run_id
+        self._has_lost_nodes = False
         self._place, self._memory = FolderPlace(run.root), MemoryWatch()
         needed = self._needs_workers
         env = _environment(plan)
@@ -95,7 +97,7 @@ class _Launch:
         here = (
             f"{counted(len(devices), 'worker')} on {', '.join(dict.fromkeys(devices))}" if devices else "no worker here"
         )
-        others = f", {f'{launch.nodes - 1}' if launch.nodes else 'all'} other nodes on Ray" if launch.ray else ""
+        others = f", {launch.nodes - 1 if launch.nodes else 'all'} other nodes on Ray" if launch.ray else ""
         self._screen.say(
             f"run {self._run.root}: server on {self._plan.master_device}, {here}{others}; logs in the same directory"
         )
@@ -130,6 +132,12 @@ class _Launch:
         return {"nodes": names, "node_restarts": record.losses, "node_bytes": record.bytes}
 
     def _is_over(self, exits: Exits) -> bool:
+        if NODES in exits and not self._has_lost_nodes and SERVER not in exits:
+            self._has_lost_nodes = True
+            here = counted(self._plan.num_workers, "local worker")
+            self._screen.warn(
+                f"the other nodes are lost for good, {here} left. The end of {self._run.nodes_log} says why"
+            )
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)
 
     def _needs_workers(self) -> bool:
@@ -236,7 +244,7 @@ def _server(plan: RunPlan, run: RunDir) -> Child:
 def _gate(plan: RunPlan, run: RunDir, needed: Callable[[], bool], env: dict[str, str]) -> Child:
     """The process that claims for workers of other machines."""
     return Child(
-        name="nodes",
+        name=NODES,
         command=_command("nodes", run),
         env=env,
         log=run.nodes_log,

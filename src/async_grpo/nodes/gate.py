@@ -28,6 +28,7 @@ from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.nodes.tree import packed
 from async_grpo.queue import WorkerQueue
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import StopRequest
@@ -67,6 +68,7 @@ class _Gate:
     def __init__(self, run: RunDir, state: RunState, cluster: Cluster, stop: StopRequest) -> None:
         self._run, self._state, self._cluster, self._stop = run, state, cluster, stop
         self._launch = state.plan.launch
+        self._launched_by = os.getppid()
         self._tree = packed(state.plan.config)
         self._facts = facts()
         self._goes_on = threading.Event()
@@ -118,7 +120,14 @@ class _Gate:
             time.sleep(LOOK_S)
 
     def _is_over(self) -> bool:
-        return self._stop.requested or self._run.has_ended()
+        """As for a worker: where the launcher is killed, the server of a deterministic run still needs its nodes."""
+        if self._run.has_ended():
+            return True
+        needed = self._is_orphan() and self._state.plan.training.deterministic and server_alive(self._run.root)
+        return self._stop.requested and not needed
+
+    def _is_orphan(self) -> bool:
+        return os.getppid() != self._launched_by
 
     def _wait_for_machines(self) -> list[Machine]:
         """As many as were asked for. `UsageError` says what is there instead."""

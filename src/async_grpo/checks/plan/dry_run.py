@@ -25,13 +25,14 @@ from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.rundir.plan import RunPlan
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import LaunchSettings, TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
 from async_grpo.setup.grpo_config.batch import possible_generations
 from async_grpo.training.corrections.rule import rule_of
 
 Rows = Iterator[tuple[str, str]]
+COPIES_ON_A_NODE = 4  # of what trains: its own, and the slots of `nodes.receiving`
 
 _WIDTH = 15
 _ENGINES = {
@@ -146,6 +147,14 @@ def _process_rows(plan: RunPlan, ranks: int) -> Rows:
         yield "", f"worker {number} on {_device(device)}"
     if crowd := crowding(len(workers)):
         yield "", crowd
+    if plan.launch.ray is not None:
+        yield "", _nodes(plan.launch)
+
+
+def _nodes(launch: LaunchSettings) -> str:
+    count = launch.nodes - 1 if launch.nodes else "all"
+    each = launch.workers_per_node or "one for each GPU, else 2,"
+    return f"workers on {count} other machines of the Ray cluster {launch.ray}: {each} on each"
 
 
 def _sampling(facts: TrainerFacts) -> str:
@@ -184,6 +193,11 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Rows:
     yield "correction", ", ".join([str(rule_of(training)), *extras])
 
 
+def _on_a_node(facts: TrainerFacts) -> int:
+    """Bytes of a copy of what trains, of its published versions, and of what does not."""
+    return COPIES_ON_A_NODE * version_bytes(facts) + frozen_bytes(facts)
+
+
 def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     master, workers = plan.master_device, plan.worker_devices
     if master == CPU:  # its memory is the host's
@@ -197,6 +211,11 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     if sharing:
         starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
+    if plan.launch.ray is not None:
+        yield (
+            "",
+            f"each other machine: {size(_on_a_node(facts))} of the host for a copy of the weights and 3 versions",
+        )
     for device in sorted({device for device in workers if device != master or not sharing}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
     yield from size_rows(facts, on_gpu=master != CPU)
