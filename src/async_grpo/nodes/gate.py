@@ -33,7 +33,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import LOADING, Activity
-from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, write_nodes
+from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, write_nodes
 
 LOOK_S = 0.2
 RECORD_EVERY_S = 1.0
@@ -79,7 +79,8 @@ class _Gate:
         self._trouble: BaseException | None = None
         self._has_joined: set[int] = set()  # numbers
         self._unusable: set[str] = set()  # machines whose workers have failed time and again, or were refused later
-        self._rows: dict[int, NodeRecord] = {}
+        before = read_nodes(run.nodes)  # a gate that died has left its counts
+        self._rows = {row.number: row for row in before.nodes} if before is not None else {}
 
     def run(self) -> None:
         if why := self._cluster.open_to_the_network():
@@ -190,7 +191,7 @@ class _Gate:
     def _lost(self, number: int, machine: Machine, error: AsyncGRPOError) -> None:
         self._has_joined.add(number)
         logger.warning("{} {}: its groups are pending again", machine.name, error)
-        row = self._rows.setdefault(number, NodeRecord(name=machine.name, worker=f"dev{number}"))
+        row = self._rows.setdefault(number, NodeRecord(name=machine.name, worker=f"dev{number}", number=number))
         row.gone, row.gone_s, row.losses = str(error), time.monotonic(), row.losses + 1
 
     def _serve(self, number: int, machine: Machine, node: RayNode, activity: Activity, workers: int, gpus: int) -> None:
@@ -209,7 +210,7 @@ class _Gate:
                 counted(workers, "worker"),
                 for_people(time.monotonic() - began),
             )
-            before = self._rows.get(number, NodeRecord())
+            before = self._rows.get(number, NodeRecord(number=number))
             row = self._rows[number] = replace(
                 before, name=machine.name, worker=queue.name, workers=workers, gone="", gone_s=0.0
             )

@@ -16,7 +16,8 @@ class NodeRecord:
     """One machine, and what it has cost so far."""
 
     name: str = ""
-    worker: str = ""  # that it is in the queue, "dev8"
+    number: int = 0  # of the worker that it is in the queue, and
+    worker: str = ""  # its name, "dev8"
     workers: int = 0  # that it has
     gone: str = ""  # why it is not served now
     gone_s: float = 0.0  # since when, on the monotonic clock
