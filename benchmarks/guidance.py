@@ -225,12 +225,12 @@ class Divergences(LogitsProcessor):
 
     def __init__(self, guiding: Any, prompt_tokens: int, end: int) -> None:
         self._guiding, self._prompt_tokens, self._end = guiding, prompt_tokens, end
-        self.sums_B: torch.Tensor | None = None
+        self.sums_B = torch.zeros(1)
 
     def __call__(self, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
         alive_B = (ids_BT[:, self._prompt_tokens :] != self._end).all(1)
         added_B = self._guiding.divergences_b * alive_B
-        self.sums_B = added_B if self.sums_B is None else self.sums_B + added_B
+        self.sums_B = self.sums_B + added_B
         return scores_BV
 
 

@@ -41,11 +41,7 @@ class QSharp:
         self.settings = settings
 
     def plan(self, problems: int, round_number: int = 1) -> Plan:
-        """A sampled roll-in of each problem, guided from round 2 on; then continuations of one cut, from π."""
-        wanted = range(number_of_problems(self.settings, problems))
-        roll_ins = yield [Cut(problem=problem, guided=round_number > 1) for problem in wanted]
-        cuts = cuts_of(roll_ins, self.settings.seed, round_number)
-        yield [replace(cut, count=self.settings.samples_per_example) for cut in cuts]
+        return plan_of_values(self.settings, problems, round_number)
 
     def rows(self, continuations: Sequence[Continuations]) -> Rows:
         """A row a continuation, labelled with its reward. Prompts all of whose rewards are equal are dropped."""
@@ -58,6 +54,14 @@ class QSharp:
 
     def guidance(self) -> dict[str, Any]:
         return how_to_decode(self.settings)
+
+
+def plan_of_values(settings: HeadSettings, problems: int, round_number: int) -> Plan:
+    """A sampled roll-in of each problem, guided from round 2 on; then continuations of one cut, from π."""
+    wanted = range(number_of_problems(settings, problems))
+    roll_ins = yield [Cut(problem=problem, guided=round_number > 1) for problem in wanted]
+    cuts = cuts_of(roll_ins, settings.seed, round_number)
+    yield [replace(cut, count=settings.samples_per_example) for cut in cuts]
 
 
 def labelled(continuations: Sequence[Continuations], labels: Sequence[Sequence[float]]) -> Rows:

@@ -12,9 +12,15 @@ from loguru import logger
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.heads import check_returns, train_head
-from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, PreferenceSettings, Trained
+from async_grpo_experiments.algorithms.protocols import (
+    Continuations,
+    HeadSettings,
+    Plan,
+    PreferenceSettings,
+    Trained,
+)
 from async_grpo_experiments.algorithms.proxy import Proxy, train_proxy
-from async_grpo_experiments.algorithms.qsharp import QSharp, how_to_decode, labelled
+from async_grpo_experiments.algorithms.qsharp import how_to_decode, labelled, plan_of_values
 from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs
 from async_grpo_experiments.guidance.offsets import check_mode
 
@@ -38,7 +44,8 @@ class QSharpHF:
         check_mode(settings.guidance.mode, settings.loss_type)
         self.settings = settings
 
-    plan = QSharp.plan
+    def plan(self, problems: int, round_number: int = 1) -> Plan:
+        return plan_of_values(self.settings, problems, round_number)
 
     def rows(self, continuations: Sequence[Continuations]) -> Rows:
         """A row a continuation. Its label is for drawing preferences; the head never sees it."""
