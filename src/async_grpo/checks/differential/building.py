@@ -9,6 +9,7 @@ from typing import Any
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.files import write_json
+from async_grpo.setup.sampling import refuse_guided
 
 STEPS = 2
 SETUP_FILE, FACTS, OUTPUT, RUN = "setup_of_check.py", "facts.json", "output", "run"  # in the scratch folder
@@ -94,6 +95,7 @@ def user_trainer(options: CheckOptions, output_dir: Path, **loading: Any) -> Any
 
 def refuse(trainer: Any) -> None:
     """Raise `UnsupportedError` for what cannot be compared."""
+    refuse_guided(trainer)
     if trainer.args.world_size > 1:
         raise UnsupportedError("The check is for a trainer of one process: run it without `accelerate launch`.")
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "best":
