@@ -20,7 +20,7 @@ from typing import Any
 
 from loguru import logger
 
-from async_grpo.errors import AsyncGRPOError, PeerDiedError, UsageError
+from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageError
 from async_grpo.formatting import counted, for_people
 from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode
 from async_grpo.nodes.node import facts
@@ -178,6 +178,7 @@ class _Gate:
         except PeerDiedError as error:
             if self._goes_on.is_set():
                 self._lost(number, machine, error)
+                self._pause()
         except (NodeRefused, NodeGaveUp, UsageError) as error:
             if number not in self._has_joined and not isinstance(error, NodeGaveUp):
                 raise
@@ -200,9 +201,7 @@ class _Gate:
         why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
         if why:
             raise NodeRefused(f"{machine.name}: {why}")
-        with closing(
-            WorkerQueue.open(self._run.root, number, f"{machine.name}: {workers} workers", far_workers=workers)
-        ) as queue:
+        with closing(self._queue(number, machine, workers)) as queue:
             logger.info(
                 "{} joins as dev{}: versions and setup file as here, {}, after {}",
                 machine.name,
@@ -226,6 +225,13 @@ class _Gate:
                 activity=activity,
                 figures=row,
             ).serve(self._goes_on)
+
+    def _queue(self, number: int, machine: Machine, workers: int) -> WorkerQueue:
+        device = f"{machine.name}: {counted(workers, 'worker')}"
+        try:
+            return WorkerQueue.open(self._run.root, number, device, far_workers=workers)
+        except QueueError as error:  # a worker that was started by hand has the number
+            raise PeerDiedError(f"cannot join: {error}") from error
 
     def _end(self, node: RayNode) -> None:
         with suppress(Exception):  # it is killed next
@@ -272,10 +278,12 @@ class _Gate:
                     f"{machine.name} has {name} {version or '(not installed)'}, and the server "
                     f"{here.get(name) or '(not installed)'}. Install the same on all nodes."
                 )
-        if self._state.plan.training.deterministic and found["cpu"] != self._facts["cpu"]:
+        named = {"cpu": "processors", "gpus": "GPUs"}
+        others = [words for what, words in named.items() if found[what] != self._facts[what]]
+        if self._state.plan.training.deterministic and others:
             raise UsageError(
-                f"--deterministic: {machine.name} has another processor than the server, which may compute other bits. "
-                "Use nodes of one kind, or leave --deterministic out."
+                f"--deterministic: {machine.name} has other {' and '.join(others)} than the server, which may compute "
+                "other bits. Use nodes of one kind, or leave --deterministic out."
             )
 
     def _await(self, answer: Future[Any], machine: Machine, seconds: float) -> Any:

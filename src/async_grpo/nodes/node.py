@@ -294,6 +294,7 @@ def facts() -> dict[str, Any]:
         "boot_id": boot_id(),
         "versions": {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "cpu": _cpu(),
+        "gpus": _gpus(),
     }
 
 
@@ -313,6 +314,18 @@ def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines if ":" in line}
     return f"{found.get('model name', platform.machine())}; {found.get('flags', found.get('Features', ''))}"
+
+
+def _gpus() -> list[str]:
+    """The models of this machine's GPUs, each once; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return sorted({str(pynvml.nvmlDeviceGetName(handle)) for handle in handles})
+    except pynvml.NVMLError:
+        return []
 
 
 def _prepare(order: dict[str, Any], state: RunState) -> tuple[RunDir, RunState]:

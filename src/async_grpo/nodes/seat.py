@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,6 +27,7 @@ from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
+from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import LineReader
 from async_grpo.telemetry.activity import GENERATING, Activity
@@ -108,12 +108,13 @@ class FarNodeSeat:
     ) -> None:
         self._calls, self._queue, self._versions, self._plan = calls, queue, versions, plan
         self._name, self._workers, self._activity = name, workers, activity
-        self._states, self._log, self._figures = LineReader(states), log, figures
+        self._states, self._log, self._figures = LineReader(states), LineFile(log), figures
         self._claims: dict[int, Claim] = {}
         self._failed: dict[int, float] = {}  # job that failed here -> when (monotonic seconds)
         self._waiting: deque[_SentExchange] = deque()
         self._published: int | None = None  # version that the node's workers can see
         self._alive = 0
+        self._waited_s, self._looked = 0.0, time.monotonic()  # for the answer that is due
         self._done = threading.Event()
         self._trouble: BaseException | None = None  # of the thread that sends weights
 
@@ -131,12 +132,15 @@ class FarNodeSeat:
                 self._exchange()
         finally:
             self._done.set()
+            self._log.close()
             for seq in list(self._claims):
                 self._activity.no_longer_has(seq)
 
     # Jobs and groups
 
     def _exchange(self) -> None:
+        if self._waited_s == 0.0:
+            self._looked = time.monotonic()
         if self._trouble is not None:
             raise PeerDiedError(f"its weights cannot be sent: {self._trouble}") from self._trouble
         room = self._room()
@@ -147,14 +151,22 @@ class FarNodeSeat:
         try:
             answer = oldest.answer.result(HUNGRY_S if room else BUSY_S)
         except NotYet:
-            if time.monotonic() - oldest.sent > SILENCE_S:
-                raise PeerDiedError(f"has not answered for {SILENCE_S:g} s") from None
+            self._wait_on()
             return
         except Exception as error:
             raise PeerDiedError(f"is gone: {_first_line(error)}") from error
         self._waiting.popleft()
+        self._waited_s = 0.0
         self._figures.exchange_ms = round(1000 * (time.monotonic() - oldest.sent - answer["waited_s"]), 2)
         self._take(answer)
+
+    def _wait_on(self) -> None:
+        """Count the silence in looks: a gate that was itself stopped for a while has heard nothing either."""
+        now = time.monotonic()
+        self._waited_s += min(now - self._looked, 1.0)
+        self._looked = now
+        if self._waited_s > SILENCE_S:
+            raise PeerDiedError(f"has not answered for {SILENCE_S:g} s")
 
     def _send(self, claims: Sequence[Claim]) -> None:
         """Claimed jobs must not be sampled by weights older than the newest when they were claimed."""
@@ -188,8 +200,7 @@ class FarNodeSeat:
 
     def _take(self, answer: dict[str, Any]) -> None:
         for line in answer["log"]:
-            with suppress(OSError), self._log.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+            self._log.append(line)
         self._alive, self._published = int(answer["workers"]), answer["version"]
         for seq, data in answer["groups"]:
             self._complete(int(seq), bytes(data))
@@ -288,4 +299,6 @@ class FarNodeSeat:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What Ray says first of a lost actor; of an error of our own there, what a traceback ends with."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return lines[-1] if lines[0].startswith("ray::") else lines[0]

@@ -20,6 +20,7 @@ worker/
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,8 @@ class RunDir:
 
     def node_log(self, machine: str) -> Path:
         """The last words of another machine's workers."""
-        return self.root / f"log_node_{machine}.txt"
+        name = re.sub(r"[^A-Za-z0-9.-]", "_", machine)
+        return self.root / f"log_node_{name}.txt"
 
     @property
     def vllm_server_log(self) -> Path:

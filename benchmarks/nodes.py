@@ -1,0 +1,294 @@
+"""Workers on other machines: what Ray and the gate cost, on a cluster of this machine.
+
+    .venv-ray/bin/python benchmarks/nodes.py [--rounds 3] [--json FILE] [--update-docs]
+
+Stand-ins are actors that answer at once: a group a job, so that nothing but the way is measured. All raylets, the gate
+and the server's side share the cores of this machine, so a figure is a lower bound of what machines of their own do.
+The table of many nodes is a formula of the costs measured here, and says which part is at its limit first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from benchmarks.queue_cycles import RUN, make_group, make_job
+from benchmarks.table import Row, as_markdown, as_text, describe_machine, machine_line, row, update_docs, write_json
+
+from async_grpo.nodes.cluster import EXCHANGE, WEIGHTS, Cluster, RayNode
+from async_grpo.nodes.receiving import ReceivedWeights
+from async_grpo.nodes.seat import FarNodeSeat
+from async_grpo.nodes.sending import PublishedVersions
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.queue.codec import decode_job, encode_group
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.setup.process import path_to_us
+from async_grpo.telemetry.activity import Activity
+from async_grpo.telemetry.nodes import NodeRecord
+from async_grpo_ipc import WeightExporter
+from async_grpo_ipc.delta import encode
+from async_grpo_ipc.delta.file import pack
+from async_grpo_ipc.delta.tensors import as_buffer
+
+GROUPS = 1500
+TOKENS = 60  # of each of 16 completions: a file of some 8 KiB
+WHOLE_BYTES = 64 * 2**20
+WEIGHTS_OF_A_DELTA = 20_000_000
+MODELS = {"1 B": 1e9, "32 B": 32e9}
+NODES = (1, 3, 10, 30, 100, 300, 1000)
+BYTES_A_WEIGHT = 2
+STEP_S = 30.0  # of the trainer, in the table of many nodes
+GROUPS_A_NODE = 4.0  # a second
+HOLDER = """
+import sys, time
+from pathlib import Path
+from async_grpo.queue import WorkerQueue
+queue = WorkerQueue.open(Path(sys.argv[1]), 8, "x", far_workers=2)
+while not queue.claim(1):
+    time.sleep(0.01)
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
+class StandIn:
+    """An actor in the place of `FarNode`: it has answered every job before it is asked."""
+
+    def __init__(self, folder: str) -> None:
+        self._weights = ReceivedWeights(Path(folder) / f"{os.getpid()}.json", workers=1)
+
+    def exchange(self, jobs: list[tuple[int, int, bytes]], states: bytes) -> dict[str, Any]:
+        made = [decode_job(data) for _, _, data in jobs]
+        return {
+            "groups": [(job.seq, encode_group(make_group(job, 0, "dev1", tokens=TOKENS))) for job in made],
+            "failures": [],
+            "log": [],
+            "workers": 8,
+            "version": 0,
+            "refused": "",
+            "gave_up": "",
+            "waited_s": 0.0,
+        }
+
+    def receive(self, about: dict[str, Any], data: Any) -> dict[str, Any]:
+        if about["kind"] == "bare":
+            np.array(data)
+            return {"has": 0, "published": 0, "why": ""}
+        return self._weights.receive(about, data)
+
+
+class NoWeights:
+    """The versions of a server whose weights are not measured."""
+
+    def newest(self) -> int:
+        return 0
+
+    def pieces(self, since: int | None) -> list[Any]:
+        return []
+
+
+def stand_ins(cluster: Cluster, folder: Path) -> list[RayNode]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor = cluster._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(StandIn)
+    places = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in cluster.machines()]
+    handles = [actor.options(num_cpus=0.5, scheduling_strategy=place).remote(str(folder)) for place in places]
+    nodes = [RayNode(handle, cluster._ray) for handle in handles]
+    for node in nodes:
+        node.exchange([], b"").result(120)
+    return nodes
+
+
+def exchange_ms(node: RayNode, times: int = 200) -> list[float]:
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        node.exchange([], b"").result(60)
+        taken.append(1000 * (time.perf_counter() - began))
+    return taken
+
+
+def groups_per_s(nodes: list[RayNode], folder: Path) -> float:
+    """Groups that two nodes of stand-ins hand to the server's queue, and it takes."""
+    plan = RunPlan(config=Path("setup.py"))
+    goes_on = threading.Event()
+    goes_on.set()
+    with tempfile.TemporaryDirectory(dir=folder) as root, closing(ServerQueue.open(root, RUN)) as server:
+        for seq in range(GROUPS):
+            server.submit(make_job(seq))
+
+        def serve(number: int, node: RayNode) -> None:
+            with closing(WorkerQueue.open(root, number, "x", far_workers=8)) as queue:
+                FarNodeSeat(
+                    node,
+                    queue,
+                    NoWeights(),  # type: ignore[arg-type]
+                    plan,
+                    name=f"node{number}",
+                    workers=8,
+                    states=Path(root) / "none",
+                    log=Path(root) / "log.txt",
+                    activity=Activity(),
+                    figures=NodeRecord(),
+                ).serve(goes_on)
+
+        threads = [threading.Thread(target=serve, args=(8 + index, node)) for index, node in enumerate(nodes)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        taken = 0
+        while taken < GROUPS:
+            server.wait(0.5)
+            taken += sum(server.take(name) is not None for name in server.finished())
+        seconds = time.perf_counter() - began
+        goes_on.clear()
+        for thread in threads:
+            thread.join()
+    return GROUPS / seconds
+
+
+def whole_version(cluster: Cluster, node: RayNode, folder: Path, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds for a version to be published on a node, and for a bare put, get and copy of as many bytes."""
+    tensors = {str(index): torch.randn(2**20) for index in range(WHOLE_BYTES // 2**22)}
+    ours, bare = [], []
+    with WeightExporter.from_tensors(tensors, folder / f"server-{time.monotonic_ns()}.json", slots=3) as exporter:
+        exporter.publish(0)
+        versions = PublishedVersions(exporter.path, cluster.put)
+        for version in range(1, rounds + 2):
+            for tensor in tensors.values():
+                tensor.normal_()
+            exporter.publish(version)
+            assert versions.newest() == version
+            began = time.perf_counter()
+            for piece in versions.pieces(None):
+                answer = node.receive(piece.about, piece.data).result(120)
+            ours.append(time.perf_counter() - began)
+            assert answer["published"] == version, answer
+            data = np.random.default_rng(version).integers(0, 255, WHOLE_BYTES, np.uint8)
+            began = time.perf_counter()
+            node.receive({"kind": "bare"}, cluster.put(data)).result(120)
+            bare.append(time.perf_counter() - began)
+        versions.close()
+    return ours[1:], bare[1:]  # the first makes the memory
+
+
+def delta_ratio(rate: float) -> tuple[float, float]:
+    """How many times smaller than all bytes a version's difference is, and seconds to encode it.
+
+    Weights are N(0, .02); an Adam step moves each by about the learning rate. The trainer has them in 32 bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(WEIGHTS_OF_A_DELTA, generator=generator) * 0.02
+    moved = master - rate * torch.randn(WEIGHTS_OF_A_DELTA, generator=generator).sign()
+    before, after = ({"w": as_buffer(weights.to(torch.bfloat16))} for weights in (master, moved))
+    began = time.perf_counter()
+    nbytes = sum(map(len, pack(encode(before, after), {})))
+    return after["w"].nbytes / nbytes, time.perf_counter() - began
+
+
+def pending_again_ms(folder: Path) -> float:
+    """From the death of a gate until the server has its claims pending again."""
+    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
+    with tempfile.TemporaryDirectory(dir=folder) as root, closing(ServerQueue.open(root, RUN)) as server:
+        server.submit(make_job(1))
+        with subprocess.Popen([sys.executable, "-c", HOLDER, root], env=env, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            claim = next((Path(root) / "queue").iterdir())
+            began = time.perf_counter()
+            holder.send_signal(signal.SIGKILL)
+            while claim.exists():
+                time.sleep(0.0005)
+            return 1000 * (time.perf_counter() - began)
+
+
+def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
+    rows: list[Row] = []
+    here = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, path_to_us(os.environ)])  # for the actors
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch, Cluster("local", nodes=3, cpus=4, run_id="bench") as cluster:
+        rows.append(
+            row("cluster of 3 nodes on this machine: ready", [time.perf_counter() - began], "s", target="<= 25")
+        )
+        folder = Path(scratch)
+        nodes = stand_ins(cluster, folder)
+        exchange = exchange_ms(nodes[0])
+        rows.append(row("an exchange that brings nothing", exchange, "ms"))
+        groups = [groups_per_s(nodes, folder) for _ in range(rounds)]
+        rows.append(row("groups through the gate, 2 nodes of stand-ins", groups, "groups/s", target=">= 700"))
+        ours, bare = whole_version(cluster, nodes[0], folder, rounds)
+        rows.append(
+            row(f"whole version of {WHOLE_BYTES >> 20} MiB, published on a node", [1000 * s for s in ours], "ms")
+        )
+        rows.append(row("the same bytes by a bare put, get and copy", [1000 * s for s in bare], "ms"))
+        shares = [bare_s / ours_s for ours_s, bare_s in zip(ours, bare, strict=True)]
+        rows.append(row("speed of the former over the latter", shares, "x", target=">= 0.7"))
+    killed = [pending_again_ms(Path(tempfile.gettempdir())) for _ in range(rounds)]
+    rows.append(row("claims of a killed gate: pending again after", killed, "ms", target="<= 200"))
+    encode_s = 0.0
+    for rate, target in ((1e-6, ">= 30"), (1e-5, ">= 8")):
+        ratio, encode_s = delta_ratio(rate)
+        rows.append(
+            row(f"all bytes over those of a difference, bf16, learning rate {rate:g}", [ratio], "x", target=target)
+        )
+    by_name = {one.name: one.value for one in rows}
+    costs = {
+        "exchange_ms": by_name["an exchange that brings nothing"],
+        "groups_per_s": by_name["groups through the gate, 2 nodes of stand-ins"],
+        "bytes_per_s": WHOLE_BYTES / min(bare),
+        "delta_ratio": by_name["all bytes over those of a difference, bf16, learning rate 1e-06"],
+        "encode_bytes_per_s": BYTES_A_WEIGHT * WEIGHTS_OF_A_DELTA / encode_s,
+    }
+    return rows, costs
+
+
+def many_nodes(costs: dict[str, float]) -> str:
+    """A formula of measured costs: shares of the time that each part would be busy; over 100% it is saturated."""
+    lines = [
+        "| nodes | gate: groups | gate: exchanges | weights to all nodes, 1 B | 32 B |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for nodes in NODES:
+        groups = nodes * GROUPS_A_NODE / costs["groups_per_s"]
+        exchanges = nodes * max(1.0, GROUPS_A_NODE) * costs["exchange_ms"] / 1000
+        shares = [groups, exchanges]
+        for weights in MODELS.values():
+            nbytes = weights * BYTES_A_WEIGHT
+            way_s = nbytes / costs["encode_bytes_per_s"] + nodes * nbytes / costs["delta_ratio"] / costs["bytes_per_s"]
+            shares.append(way_s / STEP_S)
+        lines.append(f"| {nodes:,} | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--update-docs", action="store_true", help="write the tables into docs/nodes.md")
+    args = parser.parse_args()
+    rows, costs = measure(args.rounds)
+    print(as_text(rows), f"\n{many_nodes(costs)}", sep="\n")
+    if args.json is not None:
+        write_json(args.json, rows, costs=costs)
+    if args.update_docs:
+        update_docs("nodes", f"Machine: {machine_line(describe_machine())}.\n\n{as_markdown(rows)}")
+        update_docs("many nodes", many_nodes(costs))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,204 @@
+"""The gate with machines that a test plays: which it takes, what it refuses, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from node_fakes import RUN, FakeFarNode, FakeVersions, a_group, a_job
+
+from async_grpo.errors import PeerDiedError, UsageError
+from async_grpo.nodes import gate as gates
+from async_grpo.nodes.cluster import Machine
+from async_grpo.nodes.gate import _Gate
+from async_grpo.nodes.seat import NodeRefused
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
+from async_grpo.telemetry.nodes import read_nodes
+
+VERSIONS = {"torch": "2.13.0", "vllm": ""}
+FACTS = {"versions": VERSIONS, "cpu": "x86", "gpus": []}
+
+
+class FakeActor(FakeFarNode):
+    """A node that begins at once, or says why it cannot."""
+
+    def __init__(self, why: str = "", facts: dict[str, Any] = FACTS) -> None:
+        super().__init__(lambda sent, job: a_group(job))
+        self._why, self._facts = why, facts
+
+    def facts(self) -> Future[dict[str, Any]]:
+        return _now(self._facts)
+
+    def begin(self, order: dict[str, Any]) -> Future[str]:
+        self.order = order
+        return _now(self._why)
+
+
+def _now(value: Any) -> Future[Any]:
+    answer: Future[Any] = Future()
+    answer.set_result(value)
+    return answer
+
+
+class FakeCluster:
+    """These machines, and an actor on each that is started."""
+
+    def __init__(self, *names: str, gpus: int = 0) -> None:
+        self.names, self.gpus = list(names), gpus
+        self.make: Callable[[str], FakeActor] = lambda name: FakeActor()
+        self.started: list[str] = []
+
+    def machines(self) -> list[Machine]:
+        return [Machine(name, name, "10.0.0.1", 8.0, self.gpus) for name in self.names]
+
+    def start(self, machine: Machine, *, workers: int, gpus: int) -> FakeActor:
+        self.started.append(machine.name)
+        return self.make(machine.name)
+
+    def put(self, data: Any) -> Any:
+        return data
+
+    def open_to_the_network(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "setup.py").write_text("def get_trainer(): ...\n")
+    monkeypatch.setattr(gates, "facts", lambda: FACTS)
+    monkeypatch.setattr(gates, "PublishedVersions", lambda handle, put: FakeVersions())
+    monkeypatch.setattr(gates, "LOOK_S", 0.01)
+    monkeypatch.setattr(gates, "AGAIN_S", 0.05)
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def server(run: RunDir) -> Iterator[ServerQueue]:
+    with closing(ServerQueue.open(run.root, RUN)) as queue:
+        yield queue
+
+
+def a_gate(
+    run: RunDir, cluster: FakeCluster, *, deterministic: bool = False, here: int = 1, **launch: Any
+) -> tuple[_Gate, Any]:
+    plan = RunPlan(
+        config=run.root.parent / "project" / "setup.py",
+        launch=LaunchSettings(ray="auto", **{"node_wait": 0.2, **launch}),
+        training=TrainingSettings(deterministic=deterministic),
+        worker_devices=(CPU,) * here,
+    )
+    run.root.mkdir(exist_ok=True)
+    state = RunState(run_id=RUN, state=RUNNING, started="", plan=plan)
+    run.write_state(state)
+    stop = SimpleNamespace(requested=False)
+    return _Gate(run, state, cluster, stop), stop  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def test_nodes_join_are_lost_and_join_again(run: RunDir, server: ServerQueue) -> None:
+    cluster = FakeCluster("gpu2", "gpu3")
+    dying = FakeActor()
+    actors = {"gpu2": [dying, FakeActor()], "gpu3": [FakeActor()]}
+    cluster.make = lambda name: actors[name].pop(0)
+    gate, _ = a_gate(run, cluster, nodes=3)
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    until(lambda: sorted(cluster.started) == ["gpu2", "gpu3"], "both nodes")
+    until(lambda: {worker.name for worker in server.workers()} == {"dev2", "dev3"}, "numbers behind the local worker")
+    lost: Future[dict[str, Any]] = Future()
+    lost.set_exception(RuntimeError("The actor died unexpectedly.\nmore"))
+    dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
+    until(lambda: cluster.started.count("gpu2") == 2, "the lost one again")
+    assert dying.killed
+    server.submit(a_job(1))
+    until(server.finished, "a group")
+    run.update_state(state=FINISHED)
+    thread.join(30)
+    assert not thread.is_alive()
+    record = read_nodes(run.nodes)
+    assert record is not None and record.losses == 1 and {node.name for node in record.nodes} == {"gpu2", "gpu3"}
+    assert not server.workers()
+
+
+def test_too_few_machines_are_named(run: RunDir) -> None:
+    gate, _ = a_gate(run, FakeCluster("gpu2", gpus=4), nodes=4)
+    with pytest.raises(UsageError, match=r"4 nodes were asked for, 2 are there after 0\.2 s .*gpu2: 8 CPUs, 4 GPUs"):
+        gate.run()
+
+
+@pytest.mark.parametrize(
+    ("facts", "deterministic", "words"),
+    [
+        ({"versions": {**VERSIONS, "torch": "2.12.1"}}, False, r"gpu2 has torch 2\.12\.1, and the server 2\.13\.0"),
+        ({"versions": {**VERSIONS, "vllm": "0.32.0"}}, False, r"has vllm 0\.32\.0, and the server \(not installed\)"),
+        ({"cpu": "arm"}, True, "other processors than the server"),
+        ({"gpus": ["H100"]}, True, "other GPUs than the server"),
+        ({"cpu": "arm", "gpus": ["H100"]}, False, ""),
+    ],
+)
+def test_a_node_that_is_not_alike_is_refused(
+    facts: dict[str, Any], deterministic: bool, words: str, run: RunDir
+) -> None:
+    gate, _ = a_gate(run, FakeCluster("gpu2"), deterministic=deterministic)
+    (machine,) = FakeCluster("gpu2").machines()
+    if not words:
+        gate._compare(machine, {**FACTS, **facts})
+        return
+    with pytest.raises(UsageError, match=words):
+        gate._compare(machine, {**FACTS, **facts})
+
+
+def test_a_node_that_cannot_begin_ends_the_start(run: RunDir, server: ServerQueue) -> None:
+    cluster = FakeCluster("gpu2")
+    cluster.make = lambda name: FakeActor("the disk is full")
+    gate, _ = a_gate(run, cluster, nodes=2)
+    with pytest.raises(NodeRefused, match="gpu2: the disk is full"):
+        gate.run()
+
+
+def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue) -> None:
+    cluster = FakeCluster("gpu2")
+    gate, _ = a_gate(run, cluster, nodes=2, here=0)
+    dying = FakeActor()
+
+    def make(name: str) -> FakeActor:
+        cluster.names.clear()
+        return dying
+
+    cluster.make = make
+    lost: Future[dict[str, Any]] = Future()
+    lost.set_exception(RuntimeError("gone"))
+    dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
+    with pytest.raises(PeerDiedError, match="No other machine is left"):
+        gate.run()
+
+
+def test_a_stop_ends_it_and_a_number_that_is_taken_is_waited_for(run: RunDir, server: ServerQueue) -> None:
+    cluster = FakeCluster("gpu2")
+    gate, stop = a_gate(run, cluster, nodes=2, here=0)
+    by_hand = WorkerQueue.open(run.root, 1, "cpu")
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    until(lambda: len(cluster.started) > 0, "a start")
+    by_hand.close()
+    until(lambda: any(worker.workers == 2 for worker in server.workers()), "the number")
+    stop.requested = True
+    thread.join(30)
+    assert not thread.is_alive() and not server.workers()
