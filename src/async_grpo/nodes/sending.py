@@ -66,7 +66,8 @@ class PublishedVersions:
     def __init__(self, handle: Path, put: Put) -> None:
         self._put, self._handle = put, handle
         self._generations: Generations | None = None
-        self._mutex = threading.RLock()
+        self._mutex = threading.Lock()  # of `_generations`, held for moments
+        self._packing = threading.RLock()  # of what follows, held while a version is copied and encoded
         self._now: _Whole | None = None
         self._static: dict[str, Buffer] = {}
         self._frame = ""  # JSON: what the tensors are, for a node that has none yet
@@ -91,7 +92,7 @@ class PublishedVersions:
 
     def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
         """The newest version for a node that has `since`; None: it has nothing."""
-        with self._mutex:
+        with self._packing:
             now = self._take_newest()
             steps = self._steps(since, now)
         if steps and since is not None:
@@ -110,13 +111,15 @@ class PublishedVersions:
 
     def _take_newest(self) -> _Whole:
         assert self._generations is not None, "`newest` has said that there is a version"
-        lease = self._generations.take_lease(LEASE_S)
+        with self._mutex:
+            lease = self._generations.take_lease(LEASE_S)
         try:
             if self._now is not None and lease.version == self._now.version:
                 return self._now
             buffers = self._copy(lease)
         finally:
-            lease.attachment.end_lease(lease)
+            with self._mutex:
+                lease.attachment.end_lease(lease)
         before, self._now = self._now, self._with_difference(lease.version, buffers)
         self._buckets = {key: data for key, data in self._buckets.items() if key[0] == lease.version}
         if before is None:
@@ -183,7 +186,7 @@ class PublishedVersions:
             size = min(BUCKET_BYTES, total - start)
             frame = {"frame": self._frame} if with_static and start == 0 else {}
             key = (now.version, start, with_static)
-            with self._mutex:
+            with self._packing:
                 data = self._buckets.get(key)
                 if data is None:
                     data = self._put(cut(parts, start, size))
