@@ -1,6 +1,6 @@
 """Workers on other machines: what Ray and the gate cost, on a cluster of this machine.
 
-    .venv-ray/bin/python benchmarks/nodes.py [--rounds 3] [--json FILE] [--update-docs]
+    .venv-ray/bin/python benchmarks/nodes.py [--rounds 3] [--json FILE] [--plot FILE] [--update-docs]
 
 Stand-ins are actors that answer at once: a group a job, so that nothing but the way is measured. All raylets, the gate
 and the server's side share the cores of this machine, so a figure is a lower bound of what machines of their own do.
@@ -257,34 +257,60 @@ def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
     return rows, costs
 
 
+def busy(nodes: int, costs: dict[str, float]) -> dict[str, float]:
+    """The share of the time that each part is busy, by a formula of measured costs; over 1 it is saturated."""
+    shares = {
+        "gate: groups": nodes * GROUPS_A_NODE / costs["groups_per_s"],
+        "gate: exchanges": nodes * max(1.0, GROUPS_A_NODE) * costs["exchange_ms"] / 1000,
+    }
+    for name, weights in MODELS.items():
+        nbytes = weights * BYTES_A_WEIGHT
+        encode_s = nbytes / costs["encode_bytes_per_s"]
+        way_s = nodes * nbytes / costs["delta_ratio"] / costs["bytes_per_s"]
+        shares[f"weights of {name}: encoder"] = encode_s / STEP_S
+        shares[f"weights of {name}: way"] = way_s / STEP_S
+    return shares
+
+
 def many_nodes(costs: dict[str, float]) -> str:
-    """A formula of measured costs: shares of the time that each part would be busy; over 100% it is saturated."""
-    lines = [
-        "| nodes | gate: groups | gate: exchanges | weights to all nodes, 1 B | 32 B |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for nodes in NODES:
-        groups = nodes * GROUPS_A_NODE / costs["groups_per_s"]
-        exchanges = nodes * max(1.0, GROUPS_A_NODE) * costs["exchange_ms"] / 1000
-        shares = [groups, exchanges]
-        for weights in MODELS.values():
-            nbytes = weights * BYTES_A_WEIGHT
-            way_s = nbytes / costs["encode_bytes_per_s"] + nodes * nbytes / costs["delta_ratio"] / costs["bytes_per_s"]
-            shares.append(way_s / STEP_S)
-        lines.append(f"| {nodes:,} | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
+    """A table of `busy` for 1 to 1,000 nodes."""
+    names = list(busy(1, costs))
+    lines = [f"| nodes | {' | '.join(names)} |", "|---:|" + "---:|" * len(names)]
+    lines += [f"| {n:,} | {' | '.join(f'{share:.0%}' for share in busy(n, costs).values())} |" for n in NODES]
     return "\n".join(lines)
+
+
+def plot(costs: dict[str, float], path: Path) -> None:
+    """Draw the same, with the line above which a part is saturated."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in busy(1, costs):
+        axes.loglog(NODES, [busy(nodes, costs)[name] for nodes in NODES], marker="o", markersize=3, label=name)
+    axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("share of the time that it is busy")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw the table of many nodes")
     parser.add_argument("--update-docs", action="store_true", help="write the tables into docs/nodes.md")
     args = parser.parse_args()
     rows, costs = measure(args.rounds)
     print(as_text(rows), f"\n{many_nodes(costs)}", sep="\n")
     if args.json is not None:
         write_json(args.json, rows, costs=costs)
+    if args.plot is not None:
+        plot(costs, args.plot)
     if args.update_docs:
         update_docs("nodes", f"Machine: {machine_line(describe_machine())}.\n\n{as_markdown(rows)}")
         update_docs("many nodes", many_nodes(costs))

@@ -42,6 +42,16 @@ def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.Cap
     assert "group 4" in text and "group 3" not in text and "the newest 4" in text
 
 
+def test_those_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    run.use(4, [20, 21], node="gpu2")
+    text = shown(capsys, run.root, "--node", "gpu2")
+    assert "group 20" in text and "dev1 on gpu2" in text and "group 5" not in text
+    assert "No group that is asked for was made on node 'gpu9'" in refused(capsys, run.root, "--node", "gpu9")
+    assert main(["audit", str(run.root)]) in (0, 1)
+    assert "gpu2: 2" in capsys.readouterr().out
+
+
 def test_advantages_of_a_critic_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = three_steps(tmp_path)
     run.run.hyperparameters.write_text(json.dumps({"advantages": "critic"}))
