@@ -14,7 +14,6 @@ import torch
 from async_grpo.errors import UsageError
 
 
-@torch.no_grad()
 def score(rows: Iterable[Mapping[str, Any]], model: Any, batch_size: int = 32) -> list[float]:
     """The score of each row of `async-grpo generate`: of the tokens of its prompt and its completion.
 
@@ -24,9 +23,14 @@ def score(rows: Iterable[Mapping[str, Any]], model: Any, batch_size: int = 32) -
     Raises:
         UsageError: the model has more than one label.
     """
+    return scores_of_texts(model, [[*row["prompt_ids"], *row["completion_ids"]] for row in rows], batch_size)
+
+
+@torch.no_grad()
+def scores_of_texts(model: Any, texts: Sequence[Sequence[int]], batch_size: int = 32) -> list[float]:
+    """The score of each text of token ids, in batches of similar length. Raises `UsageError` as `score`."""
     if model.num_labels != 1:
         raise UsageError(f"A reward model has one label, and {type(model).__name__} has {model.num_labels}.")
-    texts = [[*row["prompt_ids"], *row["completion_ids"]] for row in rows]
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     scores = [0.0] * len(texts)
     for first in range(0, len(order), batch_size):

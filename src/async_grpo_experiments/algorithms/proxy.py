@@ -25,8 +25,7 @@ from async_grpo.rundir.shape import as_json, shaped
 from async_grpo_experiments.algorithms.protocols import PreferenceSettings, Trained
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit
-
-BATCH = 32  # texts scored together
+from async_grpo_experiments.reward_models import scores_of_texts
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Proxy:
     def scaled(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """A score from 0 to 1 for each text of token ids."""
         low, high = self._bounds.low, self._bounds.high
-        scores = (np.array(scores_of(self._model, texts)) - low) / (high - low)
+        scores = (np.array(scores_of_texts(self._model, texts)) - low) / (high - low)
         self.clipped += int(((scores < 0) | (scores > 1)).sum())
         return np.clip(scores, 0, 1).tolist()
 
@@ -84,7 +83,7 @@ def train_proxy(settings: PreferenceSettings, backbone: str, pairs: Rows, out: P
 
     def save(folder: Path) -> None:
         trainer.save_model(str(folder))
-        scores = scores_of(model.eval(), [row.tokens for row in pairs.items])
+        scores = scores_of_texts(model.eval(), [row.tokens for row in pairs.items])
         if max(scores) <= min(scores):
             raise UsageError("The proxy scores all texts alike: train it for longer, or on more pairs.")
         write_json(folder / "proxy.json", as_json(ProxyBounds(min(scores), max(scores))))
@@ -99,27 +98,6 @@ def padding_for(model: Any, texts: Sequence[Sequence[int]]) -> int:
     if free is None:
         raise UsageError("Every token of the vocabulary ends some text, so that none is left to pad them with.")
     return free
-
-
-@torch.no_grad()
-def scores_of(model: Any, texts: Sequence[Sequence[int]], batch: int = BATCH) -> list[float]:
-    """The model's score of each text of token ids, in batches of similar length."""
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-    scores = [0.0] * len(texts)
-    for first in range(0, len(order), batch):
-        places = order[first : first + batch]
-        pad = padding_for(model, [texts[place] for place in places])
-        longest = len(texts[places[-1]])
-        ids_BT = torch.full((len(places), longest), pad)
-        mask_BT = torch.zeros_like(ids_BT)
-        for row, place in enumerate(places):
-            ids_BT[row, : len(texts[place])] = torch.tensor(texts[place])
-            mask_BT[row, : len(texts[place])] = 1
-        model.config.get_text_config().pad_token_id = pad
-        logits_B1 = model(ids_BT.to(model.device), attention_mask=mask_BT.to(model.device)).logits
-        for place, score in zip(places, logits_B1[:, 0].tolist(), strict=True):
-            scores[place] = score
-    return scores
 
 
 def reward_of(folder: Path, reference: str) -> Callable[..., list[float]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,13 +129,15 @@ def exactly(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list
 
 
 def _star(count: int, *, branches: int = 3, length: int = 3, seed: int = 0) -> ProblemSet:
-    worlds = import_module("async_grpo_experiments.worlds.star")
+    from async_grpo_experiments.worlds import star as worlds
+
     graphs = [*worlds.star_graphs(branches, length, count, seed=seed)]
     return ProblemSet(worlds.star_rows(graphs), worlds.star_reward)
 
 
 def _sentiment(count: int, *, seed: int = 1) -> ProblemSet:
-    worlds = import_module("async_grpo_experiments.worlds.sentiment")
+    from async_grpo_experiments.worlds import sentiment as worlds
+
     return ProblemSet(worlds.sentiment_rows(count, seed=seed), worlds.sentiment_reward)
 
 

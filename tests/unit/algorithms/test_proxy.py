@@ -10,8 +10,9 @@ import pytest
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
-from async_grpo_experiments.algorithms.proxy import Proxy, padding_for, prompt_ids, reward_of, scores_of, train_proxy
+from async_grpo_experiments.algorithms.proxy import Proxy, padding_for, prompt_ids, reward_of, train_proxy
 from async_grpo_experiments.algorithms.rows import Rows, best_and_worst
+from async_grpo_experiments.reward_models import scores_of_texts
 from async_grpo_experiments.worlds.enumerable import Enumerable
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
 
@@ -57,8 +58,10 @@ def test_a_proxy_orders_texts_as_their_reward_does(folder: Path, settings: Prefe
 def test_scores_do_not_depend_on_the_batch_and_the_last_token_counts(folder: Path) -> None:
     model = Proxy(folder)._model
     texts = [[0, 1, 2], [0, 8, 5, 9, 6, 7, 1, 9], [0, 1, 2, 9], [0, 3]]
-    assert scores_of(model, texts, batch=1) == pytest.approx(scores_of(model, texts), abs=1e-5)
-    assert abs(scores_of(model, [texts[0]])[0] - scores_of(model, [texts[2]])[0]) > 1e-4, "9 is the end token"
+    assert scores_of_texts(model, texts, batch_size=1) == pytest.approx(scores_of_texts(model, texts), abs=1e-5)
+    assert abs(scores_of_texts(model, [texts[0]])[0] - scores_of_texts(model, [texts[2]])[0]) > 1e-4, (
+        "9 is the end token"
+    )
     assert padding_for(model, [[9, 1], [8, 9]]) == 8, "an end token inside of a text is not its end"
     with pytest.raises(UsageError, match="ends some text"):
         padding_for(model, [[token] for token in range(10)])

@@ -71,7 +71,6 @@ def test_sums_are_those_of_the_seed() -> None:
 
 @pytest.mark.parametrize(("name", "right"), [("star", "answer"), ("sentiment", None)])
 def test_the_problems_of_a_world(name: str, right: str | None) -> None:
-    pytest.importorskip("async_grpo_experiments.worlds")
     problems = load(name, max_examples=2)
     texts = [row[right] if right else "good" for row in problems.rows]
     columns = {"answer": texts} if right else {}
