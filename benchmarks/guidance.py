@@ -1,11 +1,12 @@
 """What guidance and preference algorithms lack of worlds whose optimum is known, and what guided decoding costs.
 
-    python benchmarks/guidance.py [--quick] [--only PART …] [--json FILE] [--docs]
+    python benchmarks/guidance.py [--quick] [--only PART …] [--docs]
 
 Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
 avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `sums` (the demo's: QSharp-HF
 and GRPO-HF against the reference), `reviews` (a lexicon as reward), `decoding` (guided against plain). `--quick` leaves
-out `decoding`, `reviews`, PITA and DPO on graphs, and GRPO-HF. `--docs` puts the rows into docs/algorithms.md.
+out `decoding`, `reviews`, PITA and DPO on graphs, and GRPO-HF. `--docs` puts the rows, with those of
+earlier runs that were not measured again, into docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from benchmarks.table import Row, as_markdown, as_text, describe_machine, machine_line, row, update_docs, write_json
+from benchmarks.table import Row, as_text, describe_machine, figure, machine_line, row, update_docs, write_json
 from transformers import LogitsProcessor, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from async_grpo.evals.estimators import mean_with_interval
@@ -61,6 +64,7 @@ from async_grpo_experiments.worlds.star import (
 from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "guidance.json"
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 ETAS = (1.0, 0.5, 0.25, 0.1)
 FAST: dict[str, Any] = {"num_workers": 0, "gradient_checkpointing": False}
@@ -76,7 +80,7 @@ def formulas(quick: bool, folder: Path) -> Iterator[Row]:
     for graded in (False, True):
         world = Enumerable.tables(graded=graded)
         for mode in modes:
-            gap = world.gap(world.guided(exactly(world, mode, 0.2)), 0.2)
+            gap = abs(world.gap(world.guided(exactly(world, mode, 0.2)), 0.2))
             limit = limits.get(mode, (0, 0))[graded]
             yield row(
                 f"tables, {kind(graded)}, eta .2, {mode}: KL(q‖π*)",
@@ -428,6 +432,15 @@ def silently(rows: Iterator[Row]) -> Iterator[Row]:
         yield one  # type: ignore[misc]
 
 
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| what | value | target | reached |", "|---|---|---|---|"]
+    for one in rows:
+        note = f" ({one.note})" if one.note else ""
+        reached = {True: "yes", False: "no", None: ""}[one.ok]
+        lines.append(f"| {one.name}{note} | {figure(one.value)} {one.unit} | {one.target} | {reached} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[bool, Path], Iterator[Row]]] = {
     part.__name__: part for part in (formulas, ascents, kl, star, sums, reviews, decoding)
 }
@@ -438,7 +451,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -449,11 +461,13 @@ def main() -> None:
             for one in silently(PARTS[name](options.quick, Path(folder) / name)):
                 rows.append(one)
                 print(as_text([one]), flush=True)
-    if options.json:
-        write_json(options.json, rows, load_before=load)
     if options.docs:
-        machine = f"Machine: {machine_line(describe_machine())}; load {load[0]:.1f} before."
-        update_docs("guidance", f"{machine}\n\n{as_markdown(rows)}")
+        measured = {one["name"] for one in map(asdict, rows)}
+        earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+        rows = [*(Row(**one) for one in earlier if one["name"] not in measured), *rows]
+        write_json(RESULTS, rows, load_before=load)
+        busy = "; other work ran beside it" if load[0] >= len(os.sched_getaffinity(0)) else ""
+        update_docs("guidance", f"Machine: {machine_line(describe_machine())}{busy}.\n\n{table(rows)}")
 
 
 if __name__ == "__main__":
