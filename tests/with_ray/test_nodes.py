@@ -18,8 +18,9 @@ pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` 
 
 from runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
 
-from async_grpo.archive.audit import audit
+from async_grpo.archive.audit import SET_ASIDE, audit
 from async_grpo.nodes.seat import SILENCE_S
+from async_grpo.queue import quarantined
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.roles.replay import checkpoint_digest
 
@@ -158,6 +159,19 @@ def test_a_setup_that_a_node_refuses_ends_the_run(tmp_path: Path) -> None:
     with command("train", str(refusing), "-n", "0", *LOCAL, "2", cwd=tmp_path) as run:
         assert run.wait() == 2
     assert "on node node2: error: there is no model of this name here" in run.output
+
+
+def test_a_group_that_kills_its_far_worker_is_given_up_after_three_attempts_in_all(tmp_path: Path) -> None:
+    """And takes no other along."""
+    options = ("-n", "0", *LOCAL, "2", "--steps", "12", "--groups-per-claim", "1")
+    finish(tmp_path, *options, setup=SETUP, TEST_REWARD="deadly", TEST_REWARD_S="0.01")
+    given_up = quarantined(tmp_path / "worker")
+    assert given_up, "the poison was not drawn"
+    assert {(aside.kind, aside.attempt) for aside in given_up} == {("failed", 2)}
+    assert all("on node node2: Worker dev1 died while it had this job" in aside.reason for aside in given_up)
+    report = audit(tmp_path / "worker")
+    assert report.anomalies == [] and report.count(SET_ASIDE) == len(given_up)
+    assert report.attempts()[1] > 30, report.attempts()
 
 
 @contextmanager

@@ -35,6 +35,8 @@ def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[
     trouble = os.environ.get("TEST_REWARD", "").split()
     if "broken" in trouble or ("poison" in trouble and POISON in prompts):
         raise RuntimeError(f"no reward for {prompts[0]}")
+    if "deadly" in trouble and POISON in prompts:
+        os.kill(os.getpid(), signal.SIGKILL)
     if "refused" in trouble:
         raise RunRefused("No worker can do this.")
     if "signals" in trouble:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from node_fakes import RUN, a_group, a_job
 
 from async_grpo.errors import RunDirError
 from async_grpo.launch.supervisor import Child
+from async_grpo.nodes import leftovers
 from async_grpo.nodes import node as far
 from async_grpo.nodes.node import Exchanged, SentJob, _RunHere
 from async_grpo.nodes.tree import packed
@@ -26,6 +30,7 @@ from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.shape import as_json
+from async_grpo.setup.process import path_to_us
 
 
 class FakeWeights:
@@ -207,6 +212,21 @@ def test_the_run_directory_goes_when_the_actor_is_killed_and_its_workers_have_en
             cleaner.wait(0.3)
         assert root.exists()
     assert cleaner.wait(30) == 0
+    assert not root.exists()
+
+
+def test_a_worker_that_does_not_end_with_its_actor_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, env = tmp_path / "run", {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
+    program = "import sys, time; from async_grpo.queue import WorkerQueue; WorkerQueue.open(sys.argv[1], 1, 'cpu')"
+    with subprocess.Popen([sys.executable, "-c", f"{program}; time.sleep(600)", str(root)], env=env) as worker:
+        lock = root / "alive" / "dev1.lock"
+        while not (lock.exists() and leftovers.holder(lock) == worker.pid):
+            assert worker.poll() is None
+            time.sleep(0.01)
+        monkeypatch.setattr(leftovers, "END_S", 0.2)
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO()))
+        leftovers.main(root)
+        assert worker.wait(30) == -signal.SIGKILL
     assert not root.exists()
 
 
