@@ -173,7 +173,7 @@ def star(quick: bool, folder: Path) -> Iterator[Row]:
     """G(3,3) of 12 nodes: the reference is right a third of the time."""
     tokenizer, test = star_tokenizer(), list(star_graphs(3, 3, 1000, seed=5))
     model, began = small_transformer(tokenizer), time.monotonic()
-    train_reference(model, tokenizer, 3, 3, steps=700)
+    train_reference(model, tokenizer, 3, 3, steps=900)
     took, chance_N = time.monotonic() - began, chances(model, tokenizer, test)
     yield row(
         "G(3,3): success of the reference less 1/3",
