@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import PeerDiedError, UsageError
 from async_grpo.nodes.node import FarNode
 
 LOCAL = "local"
@@ -91,6 +91,9 @@ class Cluster:
         except (ConnectionError, ValueError, RuntimeError) as error:
             self.close()
             raise UsageError(f"--ray {address}: Ray cannot be reached: {error}") from error
+        except Exception as error:  # of no class of its own: a raylet that was too slow to start on a busy machine
+            self.close()
+            raise PeerDiedError(f"--ray {address}: Ray has not started: {error}") from error
 
     def __enter__(self) -> Cluster:
         return self
