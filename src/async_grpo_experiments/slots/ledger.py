@@ -19,6 +19,7 @@ from async_grpo.rundir.shape import shaped
 from async_grpo.setup.process import is_alive
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
+BLOCKED = "blocked"  # it needs a task that failed
 _START = 19  # of the fields of /proc/PID/stat after the name: field 22 in proc(5)
 POLL_S = 0.05
 KILL_WAIT_S = 30.0  # a process that SIGKILL does not end by then hangs in the kernel
@@ -38,6 +39,7 @@ class Record:
     why: str = ""  # it is not finished
     log: str = ""
     last_words: str = ""  # of one that failed
+    peak_bytes: int = 0  # the most memory that it had; 0: unknown
 
 
 class Ledger:

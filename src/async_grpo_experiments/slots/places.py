@@ -13,11 +13,12 @@ from async_grpo.setup.devices import physical_gpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One place; a task has it alone."""
+    """One place. A task has it alone, or shares it with others up to its bytes."""
 
     name: str  # `gpu0`, `gpu2-3`, `core1`, `cores0-3`
     gpus: tuple[str, ...] = ()  # as indices within the CUDA_VISIBLE_DEVICES of this process
     cores: tuple[int, ...] = ()  # empty: all that this process has
+    bytes: int | None = None  # memory that tasks may share; None: it is not shared
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """`env` for a process of this place: it sees its own GPUs, and no others."""

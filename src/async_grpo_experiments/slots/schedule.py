@@ -1,4 +1,8 @@
-"""Runs tasks in places, each place one task at a time, until all have ended or a stop is asked for."""
+"""Runs tasks in places until all have ended or a stop is asked for.
+
+A task is started when the tasks that it needs have finished and a place has room for it. By default it takes a place
+alone. Of those that could start, the one of the highest priority is first, then the longest.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,34 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.errors import AsyncGRPOError
+from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.supervisor import Child, Exit, Supervisor, exit_reason
-from async_grpo_experiments.slots.ledger import FAILED, FINISHED, RUNNING, STOPPED, WAITING, Ledger, Record, born
+from async_grpo_experiments.slots.ledger import (
+    BLOCKED,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    Ledger,
+    Record,
+    born,
+)
+from async_grpo_experiments.slots.packing import Need, Packing
 from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.starter import OpenStarter
 
+OUT_OF_MEMORY = 77  # exit code of a task that says so of itself
+PATIENCE = 10  # starts of others; a task that has waited for more is not overtaken any more
+A_PLACE = Need()
+ON_THIS_MACHINE: OpenStarter = partial(Supervisor, [])
 _HELD = Path(__file__).with_name("held.py")
 
 
@@ -30,7 +51,14 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Something to run once, in any place."""
+    """Something to run once, in any place.
+
+    Attributes:
+        needs: names of tasks that must have finished before.
+        need: what it takes of the places.
+        priority: higher ones start first, among those that can.
+        deadline_s: it is killed, and has failed, after so long.
+    """
 
     name: str
     command: Callable[[Place], Command]  # called when a place is free; raises `AsyncGRPOError` if it cannot start
@@ -38,6 +66,11 @@ class Task:
     grace_s: float = 10.0  # how long it may take to end after SIGTERM; then it is killed
     unfinished: Callable[[], str] = lambda: ""  # why it is not done, although its exit code was 0
     reason: Callable[[], str] = lambda: ""  # why it failed, as it has written itself; empty: it has not
+    needs: tuple[str, ...] = ()
+    need: Need = A_PLACE
+    priority: float = 0.0
+    deadline_s: float = math.inf
+    peak_bytes: Callable[[], int] = lambda: 0  # the most memory that it had, asked when it has ended
 
 
 class TaskSchedule:
@@ -50,6 +83,10 @@ class TaskSchedule:
         say: takes a sentence about each start and each end.
         look: called about ten times a second while anything runs.
         stagger_s: seconds between two starts: processes that load a model need most memory then.
+        open_starter: makes what starts the children.
+
+    Raises:
+        UsageError: a task needs more than any place has, or a task that there is not.
     """
 
     def __init__(
@@ -61,16 +98,20 @@ class TaskSchedule:
         say: Callable[[str], None],
         look: Callable[[], None] = lambda: None,
         stagger_s: float = 0.0,
+        open_starter: OpenStarter = ON_THIS_MACHINE,
     ) -> None:
         self._ledger, self._say, self._look_outside, self._stagger_s = ledger, say, look, stagger_s
-        self._free = list(places)
+        self._packing = Packing(places)
         finished = {record.task for record in ledger.records.values() if record.state == FINISHED}
         todo = [task for task in tasks if task.name not in finished]
-        self._waiting = sorted(todo, key=lambda task: -(math.inf if task.expected_s is None else task.expected_s))
+        _refuse_unknown_needs(todo, finished)
+        self._packing.refuse((task.name, task.need) for task in todo)
+        self._waiting = sorted(todo, key=_urgency)
+        self._overtaken = dict.fromkeys((task.name for task in todo), 0)
         self._running: dict[str, _Running] = {}
         self._next_start = 0.0  # monotonic
         self._stops = 0
-        self._supervisor = Supervisor([], say=say, look=self._turn)
+        self._starter = open_starter(say=say, look=self._turn)
         for task in self._waiting:
             before = ledger.records.get(task.name, Record(task=task.name, state=WAITING))
             ledger.put(Record(task=task.name, state=WAITING, seconds=before.seconds))
@@ -78,9 +119,9 @@ class TaskSchedule:
     def stop(self, *_: object) -> None:
         """Ask all tasks to end; asked again, kill them. A signal handler may call it."""
         self._stops += 1
-        self._supervisor.stop()
+        self._starter.stop()
         if self._stops > 1:
-            self._supervisor.hurry()
+            self._starter.hurry()
 
     @property
     def stopping(self) -> bool:
@@ -88,8 +129,8 @@ class TaskSchedule:
 
     def run(self) -> Mapping[str, Record]:
         """Run to the end; returns the record of every task, also of those that an earlier queue has finished."""
-        with self._supervisor as supervisor:
-            supervisor.run_until(lambda exits: not self._running and not self._waiting)
+        with self._starter as starter:
+            starter.run_until(lambda exits: not self._running and not self._waiting)
             if self.stopping and self._running:
                 self._say(f"stopping: {', '.join(self._running)}")
         self._reap()
@@ -102,23 +143,47 @@ class TaskSchedule:
         self._look_outside()
 
     def _reap(self) -> None:
-        for name, ended in list(self._supervisor.exits.items()):
-            self._supervisor.forget(name)
+        for name, ended in list(self._starter.exits.items()):
+            self._starter.forget(name)
             self._conclude(self._running.pop(name), ended)
 
     def _start_some(self) -> None:
-        while self._waiting and self._free and time.monotonic() >= self._next_start:
-            self._start(self._waiting.pop(0), self._free.pop(0))
+        while time.monotonic() >= self._next_start and (found := self._next()) is not None:
+            task, place = found
+            self._waiting.remove(task)
+            self._start(task, place)
+
+    def _next(self) -> tuple[Task, Place] | None:
+        """The first task that can start, with its place. Those that it overtakes are counted."""
+        passed: list[str] = []
+        for task in self._in_turn():
+            if (place := self._packing.take(task.name, task.need)) is not None:
+                for name in passed:
+                    self._overtaken[name] += 1
+                return task, place
+            if self._overtaken[task.name] >= PATIENCE:
+                return None
+            passed.append(task.name)
+        return None
+
+    def _in_turn(self) -> Iterator[Task]:
+        """The tasks that need nothing any more: first those that were overtaken too often."""
+        ready = [task for task in self._waiting if all(self._state(name) == FINISHED for name in task.needs)]
+        yield from sorted(ready, key=lambda task: self._overtaken[task.name] < PATIENCE)
+
+    def _state(self, name: str) -> str:
+        return self._ledger.records[name].state
 
     def _start(self, task: Task, place: Place) -> None:
         try:
             command = task.command(place)
             log = LogTail(command.log, task.name)
-            pid = self._supervisor.add(_child(task, place, command))
+            pid = self._starter.add(_child(task, place, command))
         except (OSError, AsyncGRPOError) as error:  # of this task alone: its log cannot be opened, it has no port left
-            self._free.append(place)
+            self._packing.give_back(task.name)
             self._ledger.change(task.name, state=FAILED, place=place.name, why=f"it could not be started: {error}")
             self._say(f"{task.name} could not be started: {error}")
+            self._block(task.name)
             return
         now = time.monotonic()
         self._next_start = now + self._stagger_s
@@ -137,14 +202,32 @@ class TaskSchedule:
         self._say(f"{task.name} starts on {place.name} (pid {pid}), log {command.log}")
 
     def _conclude(self, running: _Running, ended: Exit) -> None:
-        self._free.append(running.place)
+        self._packing.give_back(running.task.name)
         task, took = running.task, time.monotonic() - running.since
         words = "" if ended.code == 0 else running.log.last_words()
         state, why = self._verdict(task, ended, words)
-        seconds = round(self._ledger.records[task.name].seconds + took, 3)
+        before = self._ledger.records[task.name]
+        seconds, peak = round(before.seconds + took, 3), max(before.peak_bytes, task.peak_bytes())
         said = words if state == FAILED else ""
-        self._ledger.change(task.name, state=state, code=ended.code, why=why, seconds=seconds, last_words=said)
+        self._ledger.change(
+            task.name, state=state, code=ended.code, why=why, seconds=seconds, last_words=said, peak_bytes=peak
+        )
         self._say(f"{task.name} {state} after {took:.0f} s{f': {why}' if why else ''}")
+        if state == WAITING:
+            self._waiting.insert(0, replace(task, need=replace(task.need, bytes=None)))
+        if state == FAILED:
+            self._block(task.name)
+
+    def _block(self, failed: str) -> None:
+        """Tasks that need a failed one, or one that needs it, will not start."""
+        lost = {failed}
+        while more := [task for task in self._waiting if lost.intersection(task.needs)]:
+            for task in more:
+                self._waiting.remove(task)
+                self._ledger.change(task.name, state=BLOCKED, why=f"{failed} failed")
+            lost.update(task.name for task in more)
+        if len(lost) > 1:
+            self._say(f"{failed} failed, so these will not start: {', '.join(sorted(lost - {failed}))}")
 
     def _verdict(self, task: Task, ended: Exit, words: str) -> tuple[str, str]:
         missing = task.unfinished() if ended.code == 0 else ""
@@ -152,6 +235,8 @@ class TaskSchedule:
             return FINISHED, ""
         if self.stopping:
             return STOPPED, "it was asked to stop"
+        if ended.code == OUT_OF_MEMORY and not task.need.alone:
+            return WAITING, "out of memory beside others; it gets a place alone"
         return FAILED, missing or f"{exit_reason(ended.code)}: {task.reason() or last_line(words)}"
 
 
@@ -168,5 +253,34 @@ def _child(task: Task, place: Place, command: Command) -> Child:
     cores = ",".join(map(str, place.cores)) or "all"
     held = [sys.executable, "-I", "-S", str(_HELD), str(os.getpid()), cores]
     return Child(
-        name=task.name, command=[*held, *command.arguments], env=command.env, log=command.log, grace_s=task.grace_s
+        name=task.name,
+        command=[*held, *command.arguments],
+        env=command.env,
+        log=command.log,
+        grace_s=task.grace_s,
+        health=None if task.deadline_s == math.inf else _Deadline(task.deadline_s),
     )
+
+
+class _Deadline:
+    """The health of a task that may take so long, from its start on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def progress(self) -> object:
+        return None
+
+    def hang(self, pid: int) -> str:
+        return f"it has taken {self._seconds:g} s, its deadline" if time.monotonic() > self._end else ""
+
+
+def _urgency(task: Task) -> tuple[float, float]:
+    return -task.priority, -(math.inf if task.expected_s is None else task.expected_s)
+
+
+def _refuse_unknown_needs(tasks: Sequence[Task], finished: Collection[str]) -> None:
+    known = {*finished, *(task.name for task in tasks)}
+    for task in tasks:
+        if missing := [name for name in task.needs if name not in known]:
+            raise UsageError(f"{task.name} needs {missing[0]}, and there is no such task.")

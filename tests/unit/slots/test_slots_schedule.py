@@ -243,7 +243,7 @@ def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
     assert len(records) == 40 and {record.state for record in records.values()} == {FINISHED}
     assert me.num_fds() <= before + 1  # the ledger's own
     assert set(me.children()) == children
-    assert not schedule._supervisor._processes and not schedule._supervisor.exits
+    assert not schedule._starter._processes and not schedule._starter.exits
 
 
 def test_places_of_gpus_are_those_that_there_are() -> None:

@@ -1,0 +1,209 @@
+"""Tasks that need others, share places by bytes, or take several of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from async_grpo.errors import UsageError
+from async_grpo.launch import supervisor as supervisor_module
+from async_grpo.launch.supervisor import Child, Exit, Exits
+from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Ledger, read
+from async_grpo_experiments.slots.packing import Need, Packing
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY, PATIENCE, Command, Task, TaskSchedule
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0.005)
+
+
+class Simulation:
+    """A starter without processes: each look ends the child that ends next. A task's command is its duration."""
+
+    def __init__(self, *, say: Callable[[str], None], look: Callable[[], None]) -> None:
+        self.exits: dict[str, Exit] = {}
+        self._look, self._stopping = look, False
+        self._ends: dict[str, float] = {}
+        self.now = 0.0
+        self.order: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._look()
+
+    def add(self, child: Child) -> int:
+        self._ends[child.name] = self.now + float(child.command[-1])
+        self.order.append(child.name)
+        return 0
+
+    def forget(self, name: str) -> None:
+        del self.exits[name]
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def hurry(self) -> None:
+        return None
+
+    def run_until(self, first_exit: Callable[[Exits], bool]) -> Exits:
+        while not self._stopping and not first_exit(self.exits):
+            self._look()
+            if self._ends:
+                name = min(self._ends, key=self._ends.__getitem__)
+                self.now = self._ends.pop(name)
+                self.exits[name] = Exit(0, 0, 1)
+        return self.exits
+
+
+class Simulated:
+    """Runs tasks in a simulation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.starter: Simulation
+
+    def task(self, name: str, seconds: float = 1.0, **more: Any) -> Task:
+        return Task(
+            name=name, command=lambda place: Command([str(seconds)], os.environ, self.folder / f"{name}.log"), **more
+        )
+
+    def run(self, tasks: list[Task], places: list[Place]) -> list[str]:
+        def opened(**surroundings: Any) -> Simulation:
+            self.starter = Simulation(**surroundings)
+            return self.starter
+
+        ledger = Ledger(self.folder / "slots.jsonl")
+        TaskSchedule(tasks, places, ledger, say=lambda text: None, open_starter=opened).run()
+        ledger.close()
+        return self.starter.order
+
+
+@pytest.fixture
+def simulated(tmp_path: Path) -> Simulated:
+    return Simulated(tmp_path)
+
+
+def test_a_task_starts_after_those_that_it_needs_whatever_its_priority(simulated: Simulated) -> None:
+    tasks = [
+        simulated.task("b", priority=9.0, needs=("a",)),
+        simulated.task("a"),
+        simulated.task("c", priority=99.0, needs=("a", "b")),
+        simulated.task("d", priority=5.0),
+    ]
+    assert simulated.run(tasks, [Place(name="only")]) == ["d", "a", "b", "c"]
+
+
+def test_what_needs_a_failed_task_is_blocked_and_the_rest_goes_on(tmp_path: Path) -> None:
+    def task(name: str, script: str = "true", *needs: str) -> Task:
+        log = tmp_path / f"{name}.log"
+        return Task(name=name, command=lambda place: Command(["sh", "-c", script], os.environ, log), needs=needs)
+
+    said: list[str] = []
+    tasks = [task("r1", "exit 3"), task("r2", "true", "r1"), task("r3", "true", "r2"), task("other"), task("o2")]
+    records = TaskSchedule(tasks, [Place(name="only")], Ledger(tmp_path / "slots.jsonl"), say=said.append).run()
+    states = {name: record.state for name, record in records.items()}
+    assert states == {"r1": FAILED, "r2": BLOCKED, "r3": BLOCKED, "other": FINISHED, "o2": FINISHED}
+    assert records["r3"].why == "r1 failed"
+    assert "r1 failed, so these will not start: r2, r3" in said
+    mended = [task("r1"), *tasks[1:]]
+    again = TaskSchedule(mended, [Place(name="only")], Ledger(tmp_path / "slots.jsonl"), say=said.append).run()
+    assert {record.state for record in again.values()} == {FINISHED}
+
+
+def test_an_unknown_need_is_refused(simulated: Simulated) -> None:
+    with pytest.raises(UsageError, match="b needs a, and there is no such task"):
+        simulated.run([simulated.task("b", needs=("a",))], [Place(name="only")])
+
+
+def test_tasks_share_a_place_up_to_its_bytes_and_the_fullest_one_is_filled_first() -> None:
+    packing = Packing([Place(name="x", bytes=10), Place(name="y", bytes=10)])
+
+    def took(task: str, nbytes: int | None, gpus: int = 1) -> str | None:
+        place = packing.take(task, Need(bytes=nbytes, gpus=gpus))
+        return place.name if place else None
+
+    assert [took("a", 6), took("b", 5), took("c", 4), took("d", 6)] == ["x", "y", "x", None]
+    assert took("alone", None) is None
+    packing.give_back("b")
+    assert packing.idle() == 1
+    assert took("alone", None) == "y"
+    assert took("e", 1) is None  # x is full, y is another's alone
+    for task in ("a", "c", "alone"):
+        packing.give_back(task)
+    assert took("two", None, gpus=2) == "x+y"
+    assert took("f", 1) is None
+    packing.give_back("two")
+    assert packing.idle() == 2
+
+
+def test_several_gpus_are_one_place() -> None:
+    packing = Packing([Place(name="gpu0", gpus=("0",)), Place(name="gpu1", gpus=("1",))])
+    place = packing.take("a", Need(gpus=2))
+    assert place is not None and place.gpus == ("0", "1")
+
+
+def test_what_no_place_can_take_is_refused_at_the_start(simulated: Simulated) -> None:
+    places = [Place(name="x", bytes=4 * 10**9)]
+    with pytest.raises(UsageError, match="big needs 5.0 GB, and the largest place has 4.0 GB"):
+        simulated.run([simulated.task("big", need=Need(bytes=5 * 10**9))], places)
+    with pytest.raises(UsageError, match="two needs 2 places at once, and there are 1"):
+        simulated.run([simulated.task("two", need=Need(gpus=2))], places)
+
+
+def test_a_large_task_is_overtaken_a_few_times_only(simulated: Simulated) -> None:
+    small = [simulated.task(f"s{n}", 1.0 + n / 100, need=Need(bytes=4)) for n in range(40)]
+    large = simulated.task("large", need=Need(bytes=10))
+    order = simulated.run([*small[:2], large, *small[2:]], [Place(name="x", bytes=10)])
+    assert order.index("large") == 2 + PATIENCE
+
+
+def test_packing_by_bytes_wastes_little(simulated: Simulated, tmp_path: Path) -> None:
+    """40 tasks of .1 to .8 of a place: the longest first, into the fullest place that has room."""
+    draw, factors = random.Random(0), []
+    for number in range(20):
+        wanted = [(draw.randrange(10, 81), draw.uniform(1, 8)) for _ in range(40)]
+        tasks = [
+            simulated.task(f"{number}_{index}", seconds, need=Need(bytes=nbytes), expected_s=seconds)
+            for index, (nbytes, seconds) in enumerate(wanted)
+        ]
+        simulated.run(tasks, [Place(name=str(n), bytes=100) for n in range(2)])
+        bound = max(sum(nbytes * seconds for nbytes, seconds in wanted) / 200, max(s for _, s in wanted))
+        factors.append(simulated.starter.now / bound)
+    assert sum(factors) / len(factors) <= 1.35
+    assert max(factors) <= 1.55
+
+
+def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+
+    def command(place: Place) -> Command:
+        script = f"echo x >> {starts}; exit {OUT_OF_MEMORY}"
+        return Command(["sh", "-c", script], os.environ, tmp_path / "log")
+
+    said: list[str] = []
+    task = Task(name="a", command=command, need=Need(bytes=1), peak_bytes=lambda: 7)
+    ledger = Ledger(tmp_path / "slots.jsonl")
+    records = TaskSchedule([task], [Place(name="x", bytes=9)], ledger, say=said.append).run()
+    assert (records["a"].state, records["a"].peak_bytes) == (FAILED, 7)
+    assert len(starts.read_text().split()) == 2
+    assert any("it gets a place alone" in one for one in said)
+    assert read(tmp_path / "slots.jsonl") == records
+
+
+def test_a_task_is_killed_at_its_deadline(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    task = Task(name="a", command=lambda place: Command(["sleep", "1000"], os.environ, log), deadline_s=0.05)
+    ledger, said = Ledger(tmp_path / "slots.jsonl"), list[str]()
+    records = TaskSchedule([task], [Place(name="x")], ledger, say=said.append).run()
+    assert (records["a"].state, records["a"].code) == (FAILED, -signal.SIGKILL)
+    assert "killing a: it has taken 0.05 s, its deadline" in said
