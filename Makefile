@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-experiments test-trackers test-zero3 test-envs test-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -141,6 +141,14 @@ chaos-vllm: .venv-vllm/.installed
 .venv-trackers/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
 	scripts/env_beside.sh .venv-trackers wandb trackio
 	touch $@
+
+# Hydra wants an antlr that excludes the one of constraints.txt, by which math-verify parses in .venv.
+.venv-experiments/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
+	scripts/env_beside.sh .venv-experiments hydra-core==1.3.8 "omegaconf<2.4" antlr4-python3-runtime==4.9.3
+	touch $@
+
+test-experiments: .venv-experiments/.installed
+	.venv-experiments/bin/python -m pytest tests/unit/runner tests/unit/rewards
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 IMPORTED_AS = {  # where the name of a distribution is another
+    "hydra-core": "hydra",
     "nvidia-ml-py": "pynvml",
     "openenv-core": "openenv",
     "pillow": "PIL",

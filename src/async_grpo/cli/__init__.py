@@ -41,6 +41,7 @@ INSPECT = {
     "queue": "look at a run's queue and repair it by hand",
 }
 EXPERIMENTS = {
+    "experiment": "run a matrix of algorithms, models, datasets and rounds, resumed and summed up",
     "sweep": "train a setup file on several seeds side by side, and sum up what they agree on",
     "compare": "how much better one sweep is than another, over seeds and over problems",
 }

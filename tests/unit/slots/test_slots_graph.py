@@ -154,7 +154,7 @@ def test_several_gpus_are_one_place() -> None:
 
 def test_what_no_place_can_take_is_refused_at_the_start(simulated: Simulated) -> None:
     places = [Place(name="x", bytes=4 * 10**9)]
-    with pytest.raises(UsageError, match="big needs 5.0 GB, and the largest place has 4.0 GB"):
+    with pytest.raises(UsageError, match=r"big needs 5\.0 GB, and the largest place has 4\.0 GB"):
         simulated.run([simulated.task("big", need=Need(bytes=5 * 10**9))], places)
     with pytest.raises(UsageError, match="two needs 2 places at once, and there are 1"):
         simulated.run([simulated.task("two", need=Need(gpus=2))], places)

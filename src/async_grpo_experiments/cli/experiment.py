@@ -1,0 +1,109 @@
+"""`async-grpo experiment`: algorithms × models × datasets × rounds, from one command to a table."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from async_grpo.cli import options
+from async_grpo.cli.parser import Parser
+from async_grpo.errors import UsageError
+from async_grpo.formatting import counted, printable
+
+EXAMPLES = """\
+  async-grpo experiment experiment.name=star gpu=cpu training.datasets=[star] rounds_of_training=2
+  async-grpo experiment experiment.name=star --dry-run         jobs and graph; starts nothing
+  async-grpo experiment resume_from=outputs/star/2026-11-24_01-30-00
+  async-grpo experiment --status outputs/star/2026-11-24_01-30-00
+  async-grpo experiment --retry PITA_llama_GSM8K_r1 outputs/star/2026-11-24_01-30-00
+  async-grpo experiment --init                                 write ./conf, to be changed
+
+keys are those of conf/config.yaml: of the folder conf/ here, else of the package
+exit codes: 0 all jobs finished; 1 at least one failed; 2 nothing could be started; 130 stopped by Ctrl-C"""
+RESUME = "resume_from="
+
+
+def build_parser() -> Parser:
+    parser = options.parser(
+        "experiment", "Run a matrix of algorithms, models, datasets and rounds, and sum it up.", EXAMPLES
+    )
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration, or with --retry DIR")
+    parser.add_argument("--dry-run", action="store_true", help="show the jobs and what needs what; start nothing")
+    parser.add_argument("--status", type=Path, metavar="DIR", help="verify and show the jobs of an experiment")
+    parser.add_argument("--retry", metavar="JOB", help="run this job of an experiment, and what it blocks")
+    parser.add_argument("--init", action="store_true", help="write the package's configuration to ./conf")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="default: outputs/")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo_experiments.runner import experiment
+    from async_grpo_experiments.runner.composition import composed, place_of_conf, write_conf
+    from async_grpo_experiments.runner.config import checked
+
+    _refuse_launchers()
+    if args.init:
+        write_conf(Path("conf"))
+        print("conf/config.yaml and conf/gpu/ are written")
+        return 0
+    if args.status is not None:
+        return _show(args.status)
+    if args.retry is not None:
+        if len(args.keys or []) != 1:
+            raise UsageError("--retry JOB DIR: name the folder of the experiment, and nothing else.")
+        root = Path(args.keys[0])
+        return experiment.run_experiment(root, experiment.config_of(root), only=args.retry)
+    begun = [key.removeprefix(RESUME) for key in args.keys or [] if key.startswith(RESUME)]
+    keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
+    if begun:
+        root = Path(begun[-1])
+        config = experiment.changed(root, keys)
+    else:
+        config = checked(composed(place_of_conf(), keys))
+        root = args.outputs / config.experiment.name / time.strftime("%Y-%m-%d_%H-%M-%S")
+    if args.dry_run:
+        return _plan(config)
+    if not begun:
+        experiment.check_stages(config)
+    return experiment.run_experiment(root, config)
+
+
+def _refuse_launchers() -> None:
+    import os
+
+    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
+        raise UsageError("torchrun started this: the runner starts the processes. Start it without torchrun.")
+
+
+def _show(root: Path) -> int:
+    from async_grpo_experiments.runner import experiment
+    from async_grpo_experiments.runner.graph import graph_of, jobs_of
+    from async_grpo_experiments.slots import ledger
+
+    config = experiment.config_of(root)
+    found, records = experiment.look(root, config), ledger.read(root / experiment.LEDGER)
+    graph = graph_of(config)
+    rows = []
+    for job in jobs_of(config):
+        state = experiment.state_of(job, graph, found.done, records)
+        own = [name for name, stage in graph.items() if stage.job == job]
+        running = [graph[name].kind for name in own if name in records and records[name].state == ledger.RUNNING]
+        why = [found.redo[name] for name in own if name in found.redo]
+        why += [records[name].why for name in own if name in records and records[name].state == ledger.FAILED]
+        rows.append([job.id, state, ", ".join(running), printable("; ".join(why))])
+    options.print_table(str(root), ["job", "state", "running", "why"], rows)
+    return 0
+
+
+def _plan(config: object) -> int:
+    from async_grpo_experiments.runner.config import ExperimentConfig
+    from async_grpo_experiments.runner.graph import graph_of, jobs_of
+
+    assert isinstance(config, ExperimentConfig)
+    graph = graph_of(config)
+    print(f"{counted(len(jobs_of(config)), 'job')}, {counted(len(graph), 'stage')}")
+    for name, stage in graph.items():
+        needs = f" needs {', '.join(stage.needs)}" if stage.needs else ""
+        print(printable(f"  {name}{needs}"))
+    return 0

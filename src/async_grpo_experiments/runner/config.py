@@ -1,0 +1,240 @@
+"""What an experiment's configuration may say: keys, types and ranges, read without torch.
+
+The keys are those of the original. The keys of an algorithm are read by the algorithm's own settings, in a process of
+its own (`stages check`), before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from async_grpo.errors import BadFileError, UsageError
+from async_grpo.rundir.shape import shaped
+
+# Module, class, and the keys of `data_collection` that the algorithm has besides `max_examples`.
+ALGORITHMS = {
+    "QSharp": ("qsharp", "QSharp", ("samples_per_example",)),
+    "QSharp-HF": ("qsharp_hf", "QSharpHF", ("samples_per_example", "bradley_terry_beta")),
+    "PITA": ("pita", "PITA", ("samples_per_example", "bradley_terry_beta")),
+    "DPO": ("dpo", "DPO", ("samples_per_example", "bradley_terry_beta")),
+    "GRPO": ("grpo", "GRPO", ()),
+    "GRPO-HF": ("grpo_hf", "GRPOHF", ("bradley_terry_beta",)),
+}
+GUIDED = ("QSharp", "QSharp-HF", "PITA")  # they train a head, and leave the reference alone
+DEFAULT_BATCH = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameAndSeed:
+    """Which experiment it is; repetition i of a line has the seed `seed` + i."""
+
+    name: str
+    seed: int = 42
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A reference, and the model whose backbone its heads begin from; None: the reference."""
+
+    ref: str
+    value: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemKeys:
+    """How stages run.
+
+    Attributes:
+        max_parallel_jobs: stages at a time; None: all that fit.
+    """
+
+    attn_impl: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
+    clear_cache_interval: int = 10
+    use_parallel_execution: bool = True
+    gpus_per_job: int = 1
+    engine: Literal["local"] = "local"
+    device: Literal["auto", "cpu"] = "auto"
+    max_parallel_jobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingKeys:
+    """The datasets to train on, and what all trainings share."""
+
+    datasets: list[str]
+    micro_batch_size: int = 4
+    gradient_checkpointing: bool = True
+    save_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationKeys:
+    """How completions are sampled; `batch_size` is of a worker."""
+
+    batch_size: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    use_chat_template: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectionKeys:
+    """What is sampled of a dataset; without `seed`, with that of the line."""
+
+    samples_per_example: int = 4
+    reward_batch_size: int = 32
+    bradley_terry_beta: float = 1.0
+    max_examples: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationKeys:
+    """What is evaluated.
+
+    Attributes:
+        etas: strengths to decode with, for algorithms with a head; none: the algorithm's own.
+        datasets_by_train: evaluation sets of a training set; by default the set itself.
+    """
+
+    etas: list[float] = field(default_factory=list)
+    num_samples: int = 8
+    max_examples: int | None = None
+    datasets_by_train: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetKeys:
+    """A set of `problems.table`, by its own name or by that of `source`.
+
+    Attributes:
+        made: keys of a set that is made here, such as `branches`.
+        evaluated: keys of the same set where it is evaluated, such as another `seed`.
+    """
+
+    source: str | None = None
+    path: str | None = None
+    split: str = "train"
+    eval_split: str = "test"
+    made: dict[str, Any] = field(default_factory=dict)
+    evaluated: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingKeys:
+    """Which stage goes first, and how long one may take.
+
+    Attributes:
+        priority: `package.module:function` in place of `priority.estimate_job_priority`.
+        deadline_s: a stage that takes longer is killed and has failed.
+    """
+
+    priority: str | None = None
+    deadline_s: float | None = None
+    stagger_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentConfig:
+    """A whole experiment.
+
+    Attributes:
+        model_pairs: names in `models`; empty: all of them.
+        num_samples: repetitions of each line, with the seeds seed, seed + 1, …
+    """
+
+    experiment: NameAndSeed
+    models: dict[str, ModelFamily]
+    training: TrainingKeys
+    algos: dict[str, dict[str, Any]]
+    datasets: dict[str, DatasetKeys] = field(default_factory=dict)
+    model_pairs: list[str] = field(default_factory=list)
+    rounds_of_training: int = 2
+    num_samples: int = 1
+    system: SystemKeys = field(default_factory=SystemKeys)
+    generation: GenerationKeys = field(default_factory=GenerationKeys)
+    data_collection: CollectionKeys = field(default_factory=CollectionKeys)
+    evaluation: EvaluationKeys = field(default_factory=EvaluationKeys)
+    scheduling: SchedulingKeys = field(default_factory=SchedulingKeys)
+
+    @property
+    def families(self) -> list[str]:
+        return self.model_pairs or [*self.models]
+
+    @property
+    def enabled(self) -> list[str]:
+        """The algorithms that take part."""
+        return [name for name, keys in self.algos.items() if keys.get("enabled", True)]
+
+    def evaluated_sets(self, dataset: str) -> list[str]:
+        return self.evaluation.datasets_by_train.get(dataset, [dataset])
+
+
+def checked(tree: Mapping[str, Any]) -> ExperimentConfig:
+    """The configuration that a composed tree gives. `UsageError` names the first key that is wrong."""
+    if not (tree.get("experiment") or {}).get("name"):
+        raise UsageError("experiment.name must be set, e.g. experiment.name=star.")
+    try:
+        config = shaped(ExperimentConfig, dict(tree), "it")
+    except BadFileError as error:
+        raise UsageError(f"The configuration cannot be used: {error}.") from error
+    for problem in _problems(config):
+        raise UsageError(problem)
+    return config
+
+
+def _problems(config: ExperimentConfig) -> Iterator[str]:
+    system, training = config.system, config.training
+    counts = {
+        "rounds_of_training": config.rounds_of_training,
+        "num_samples": config.num_samples,
+        "training.micro_batch_size": training.micro_batch_size,
+        "generation.batch_size": config.generation.batch_size,
+        "generation.max_new_tokens": config.generation.max_new_tokens,
+        "evaluation.num_samples": config.evaluation.num_samples,
+        "system.gpus_per_job": system.gpus_per_job,
+        "data_collection.reward_batch_size": config.data_collection.reward_batch_size,
+    }
+    yield from (f"{name} must be at least 1, got {value}." for name, value in counts.items() if value < 1)
+    yield from (f"evaluation.etas must be over 0, got {eta:g}." for eta in config.evaluation.etas if not eta > 0)
+    name = config.experiment.name
+    if "/" in name or name.startswith("."):
+        yield f"experiment.name {name!r} is the name of a folder: leave out '/' and a leading '.'."
+    for kind, names, known in (
+        ("algos", config.enabled, ALGORITHMS),
+        ("model_pairs", config.families, config.models),
+    ):
+        yield from (f"{kind} has no {one!r}.{_nearest(one, known)}" for one in names if one not in known)
+    if not (config.enabled and config.families and training.datasets):
+        yield "The matrix has 0 jobs: enable an algorithm, and name a model and a dataset of training.datasets."
+    named = [*training.datasets, *(one for sets in config.evaluation.datasets_by_train.values() for one in sets)]
+    named += config.evaluation.datasets_by_train
+    yield from (
+        f"datasets has no {one!r}.{_nearest(one, config.datasets)}" for one in named if one not in config.datasets
+    )
+    if system.gpus_per_job > 1:
+        yield "A stage on several GPUs is not built: set system.gpus_per_job=1."
+    if system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
+        yield "flash_attention_2 needs the package flash-attn, which is not here: set system.attn_impl=eager."
+    together = training.micro_batch_size * system.gpus_per_job
+    for algo in config.enabled:
+        batch = config.algos[algo].get("batch_size", DEFAULT_BATCH)
+        if type(batch) is not int or batch < 1:
+            yield f"algos.{algo}.batch_size is {batch!r}, not a whole number over 0."
+        elif batch % together:
+            near = [str(size) for size in (batch // together * together, -(-batch // together) * together) if size]
+            yield (
+                f"algos.{algo}.batch_size {batch} must be a multiple of training.micro_batch_size times "
+                f"system.gpus_per_job, {together}: set it to {' or '.join(near)}."
+            )
+        if type(config.algos[algo].get("enabled", True)) is not bool:
+            yield f"algos.{algo}.enabled is {config.algos[algo]['enabled']!r}, not true or false."
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" The nearest is {near[0]}." if near else f" There are {', '.join(known)}."

@@ -1,0 +1,206 @@
+"""What a stage leaves: a folder that appears whole, with a manifest. The state of a job is what lies there and holds.
+
+An attempt writes into `data.partial-TOKEN/`, which is there before the attempt is submitted, with `attempt.json`: what
+it is made of. At its end it hashes and syncs all files, writes `manifest.json` and renames the folder. Two attempts
+never share a folder. What a next attempt may continue from is in `work/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from async_grpo.errors import BadFileError
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.reading import open_plain, read_object
+from async_grpo.rundir.shape import as_json, shaped
+
+MANIFEST, ATTEMPT, WORK = "manifest.json", "attempt.json", "work"
+_PARTIAL = ".partial-"
+_MOST_DIFFERENCES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeOf:
+    """What decides what a stage leaves.
+
+    Attributes:
+        inputs: digest of each stage that is needed, by name.
+        keys: part of the configuration, flat.
+    """
+
+    inputs: dict[str, str]
+    keys: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a folder holds and what it was made of.
+
+    Attributes:
+        files: hash of each file, by its path in the folder.
+        inputs: digest of each stage that was needed, by name.
+        keys: part of the configuration that made it, flat.
+    """
+
+    files: dict[str, str]
+    inputs: dict[str, str]
+    keys: dict[str, Any]
+    attempt: str
+
+
+def begin(folder: Path, made_of: MadeOf) -> Path:
+    """Make the folder of a new attempt, and return it. No process of an earlier attempt may live any more.
+
+    It holds the `work/` of an earlier attempt at the same; of an attempt with other inputs or keys nothing is kept.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}{_PARTIAL}{uuid4().hex[:12]}")
+    for left in partials(folder):
+        if partial.exists() or _made_of(left) != made_of:
+            shutil.rmtree(left)
+            continue
+        for path in left.iterdir():
+            if path.name not in (WORK, ATTEMPT):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        left.rename(partial)
+    partial.mkdir(mode=0o700, exist_ok=True)
+    write_json(partial / ATTEMPT, as_json(made_of))
+    return partial
+
+
+def _made_of(partial: Path) -> MadeOf | None:
+    try:
+        return shaped(MadeOf, read_object(partial / ATTEMPT))
+    except (FileNotFoundError, BadFileError):
+        return None
+
+
+def work_of(partial: Path) -> Path:
+    """Where an attempt keeps what a next one continues from; it is deleted when the attempt has finished."""
+    return partial / WORK
+
+
+def partials(folder: Path) -> list[Path]:
+    """Folders of attempts that have not finished, oldest first."""
+    return sorted(folder.parent.glob(f"{folder.name}{_PARTIAL}*"), key=lambda path: path.stat().st_mtime)
+
+
+def token_of(partial: Path) -> str:
+    return partial.name.partition(_PARTIAL)[2]
+
+
+def finish(partial: Path) -> Path:
+    """Give what an attempt has made its name. `DiskFullError` if there is no room for the manifest."""
+    made_of = shaped(MadeOf, read_object(partial / ATTEMPT))
+    if work_of(partial).exists():
+        shutil.rmtree(work_of(partial))
+    (partial / ATTEMPT).unlink()
+    manifest = Manifest(
+        files={_name_in(partial, path): hash_of(path, sync=True) for path in _files(partial)},
+        inputs=made_of.inputs,
+        keys=made_of.keys,
+        attempt=token_of(partial),
+    )
+    write_json(partial / MANIFEST, as_json(manifest))
+    hash_of(partial / MANIFEST, sync=True)
+    return _give_name(partial)
+
+
+def _give_name(partial: Path) -> Path:
+    folder = partial.with_name(partial.name.partition(_PARTIAL)[0])
+    partial.rename(folder)
+    _sync(folder.parent)
+    return folder
+
+
+def adopt(folder: Path) -> None:
+    """Give what was whole its name: its process was killed between its manifest and its rename."""
+    for partial in partials(folder):
+        if folder.exists() or not (partial / MANIFEST).exists():
+            continue
+        with suppress(BadFileError):
+            manifest = manifest_of(partial)
+            if manifest is not None and not damage(partial, manifest):
+                _give_name(partial)
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename what is made again: nothing is deleted unasked."""
+    aside = folder.with_name(f"{folder.name}.outdated-{uuid4().hex[:8]}")
+    folder.rename(aside)
+    return aside
+
+
+def manifest_of(folder: Path) -> Manifest | None:
+    """None if the folder is not there. `BadFileError`: it has no manifest that can be read."""
+    if not folder.is_dir():
+        return None
+    try:
+        return shaped(Manifest, read_object(folder / MANIFEST))
+    except FileNotFoundError:
+        raise BadFileError(f"{folder} has no {MANIFEST}") from None
+
+
+def damage(folder: Path, manifest: Manifest) -> str:
+    """What does not hold of a folder, in words; empty if all does."""
+    if new := [path for path in _files(folder) if _name_in(folder, path) not in {*manifest.files, MANIFEST}]:
+        return f"{new[0]} was not written by its stage"
+    for name, before in manifest.files.items():
+        try:
+            now = hash_of(folder / name)
+        except (FileNotFoundError, BadFileError):
+            return f"{folder / name} is gone"
+        if now != before:
+            return f"{folder / name} is not what was written"
+    return ""
+
+
+def digest(manifest: Manifest) -> str:
+    """The hash of what a folder holds, by which stages that read it know it again."""
+    return hashlib.sha256(json.dumps(manifest.files, sort_keys=True).encode()).hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys that differ: `algos.PITA.lr: 1e-05, now 2e-05`."""
+    names = sorted({*before, *now})
+    absent = "not set"
+    found = [
+        f"{name}: {before.get(name, absent)}, now {now.get(name, absent)}"
+        for name in names
+        if before.get(name, absent) != now.get(name, absent)
+    ]
+    return found[:_MOST_DIFFERENCES]
+
+
+def hash_of(path: Path, *, sync: bool = False) -> str:
+    """SHA-256 of a file; with `sync`, it survives a power cut from then on."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+    return found
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _name_in(folder: Path, path: Path) -> str:
+    return str(path.relative_to(folder))
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

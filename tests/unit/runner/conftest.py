@@ -1,0 +1,6 @@
+"""Puts this folder on the path, for `experiment_yard`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

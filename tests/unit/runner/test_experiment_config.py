@@ -1,0 +1,123 @@
+"""Keys of an experiment: what is refused, with which words; and what Hydra composes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from experiment_yard import tree
+
+from async_grpo.cli import main
+from async_grpo.errors import UsageError
+from async_grpo_experiments.runner.config import checked
+from async_grpo_experiments.runner.graph import graph_of, keys_of
+from async_grpo_experiments.runner.priority import chain_left, estimate_job_priority, named
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"experiment": {"name": None}}, "experiment.name must be set"),
+        ({"experiment": {"name": "a/b"}}, "'a/b' is the name of a folder"),
+        ({"training": {"datasets": ["sums"], "microbatch_size": 3}}, "the nearest is 'micro_batch_size'"),
+        ({"training": {"datasets": ["sums"], "micro_batch_size": "abc"}}, 'micro_batch_size is "abc", not an integer'),
+        ({"training": {"datasets": []}}, "The matrix has 0 jobs"),
+        ({"training": {"datasets": ["sum"]}}, "datasets has no 'sum'. The nearest is sums"),
+        ({"algos": {"PITTA": {}}}, "algos has no 'PITTA'. The nearest is PITA"),
+        ({"algos": {"PITA": {"enabled": False}}}, "The matrix has 0 jobs"),
+        ({"algos": {"PITA": {"batch_size": 10}}}, "must be a multiple of .* 4: set it to 8 or 12"),
+        ({"rounds_of_training": 0}, "rounds_of_training must be at least 1"),
+        ({"evaluation": {"etas": [0.0]}}, "evaluation.etas must be over 0"),
+        ({"model_pairs": ["tinny"]}, "model_pairs has no 'tinny'. The nearest is tiny"),
+        ({"system": {"attn_impl": "flash_attention_2"}}, "set system.attn_impl=eager"),
+        ({"system": {"gpus_per_job": 2}}, "set system.gpus_per_job=1"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        checked(tree(**keys))
+
+
+def test_repetitions_have_seeds_of_their_own() -> None:
+    graph = graph_of(checked(tree(num_samples=2)))
+    seeds = {stage.job.id: stage.job.seed for stage in graph.values() if stage.job.algo == "DPO"}
+    assert seeds["DPO_tiny_sums_r1_s0"] == seeds["DPO_tiny_sums_r2_s0"] == 42
+    assert seeds["DPO_tiny_sums_r1_s1"] == 43
+    assert graph["DPO_tiny_sums_r2_s1.train"].needs == (
+        "DPO_tiny_sums_r1_s1.train",
+        "DPO_tiny_sums_r1_s1.generate",
+        "DPO_tiny_sums_r2_s1.generate",
+    )
+
+
+def test_a_key_is_of_the_stages_that_it_changes() -> None:
+    before, after = checked(tree()), checked(tree(algos={"QSharp": {"lr": 1.0}, "DPO": {"lr": 1e-5}}))
+    changed = [name for name, stage in graph_of(before).items() if keys_of(before, stage) != keys_of(after, stage)]
+    assert changed == ["QSharp_tiny_sums_r1.train", "QSharp_tiny_sums_r2.train"]
+
+
+def test_the_longest_chain_is_first_and_a_function_may_say_otherwise() -> None:
+    graph = graph_of(checked(tree()))
+    first, last = graph["DPO_tiny_sums_r1.generate"], graph["DPO_tiny_sums_r1.evaluate"]
+    assert (chain_left(first, graph, {}), chain_left(last, graph, {})) == (5, 1)
+    seconds = {("DPO", "generate"): 10.0, ("DPO", "train"): 100.0, ("DPO", "evaluate"): 1.0}
+    assert chain_left(first, graph, seconds) == 221
+    assert named("async_grpo_experiments.runner.priority:estimate_job_priority") is estimate_job_priority
+    with pytest.raises(UsageError, match=r"package\.module:function"):
+        named("async_grpo_experiments:nothing")
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["experiment", "experiment.name=x"]) == 2
+    assert "the runner starts the processes" in capsys.readouterr().err
+
+
+class TestWithHydra:
+    """Composition: needs the extra `experiments`, which excludes the antlr of the other tests."""
+
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("hydra")
+        monkeypatch.chdir(tmp_path)
+
+    def test_a_dry_run_shows_jobs_and_graph(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["experiment", "experiment.name=x", "gpu=a100_40gb", "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert "9 jobs, 25 stages" in said
+        assert "PITA_llama_GSM8K_r2.generate needs PITA_llama_GSM8K_r1.train" in said
+
+    @pytest.mark.parametrize(
+        ("keys", "said"),
+        [
+            (["gpu=cpu"], "experiment.name must be set"),
+            (["experiment.name=x", "training.foo=1"], "foo"),
+            (["experiment.name=x", "+training.microbatch=1"], "the nearest is 'micro_batch_size'"),
+            (["experiment.name=x", "gpu=h100"], "h100"),
+        ],
+    )
+    def test_keys_that_there_are_not_are_refused(
+        self, keys: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["experiment", *keys, "--dry-run"]) == 2
+        assert said in capsys.readouterr().err
+
+    def test_an_own_configuration_takes_the_place_of_the_packages(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["experiment", "--init"]) == 0
+        path = Path("conf/config.yaml")
+        path.write_text(path.read_text().replace("name: null", "name: mine"))
+        assert main(["experiment", "--dry-run"]) == 0
+        assert main(["experiment", "--init"]) == 2
+        assert "conf exists" in capsys.readouterr().err
+
+
+def test_a_dry_run_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, async_grpo_experiments.cli.experiment, async_grpo_experiments.runner.experiment"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"], check=False
+    )
+    assert found.returncode == 0

@@ -1,0 +1,168 @@
+"""An experiment of stand-ins: the order of its stages, what is left after kills and faults, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from experiment_yard import ExperimentYard, tree
+
+from async_grpo.errors import RunDirError, UsageError
+from async_grpo.launch import supervisor as supervisor_module
+from async_grpo.rundir.locks import KernelLock
+from async_grpo_experiments.runner import experiment
+from async_grpo_experiments.slots.ledger import read
+
+ONE_LINE = tree(algos={"QSharp": {}})
+STAGES = 13  # a reference, and two lines of two rounds of three stages
+QSHARP_1, QSHARP_2 = "QSharp_tiny_sums_r1", "QSharp_tiny_sums_r2"
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0.005)
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> ExperimentYard:
+    return ExperimentYard(tmp_path)
+
+
+def run_apart(yard: ExperimentYard) -> int:
+    """Run in a process of its own, which a stage may kill."""
+    return subprocess.run(apart(yard), cwd=Path(__file__).parent, timeout=120, check=False).returncode
+
+
+def apart(yard: ExperimentYard) -> list[str]:
+    keys = f"tree(algos={ONE_LINE['algos']!r})"
+    code = f"from experiment_yard import *; sys.exit(ExperimentYard(Path({str(yard.folder)!r})).run({keys}))"
+    return [sys.executable, "-c", code]
+
+
+def test_stages_run_in_the_order_of_the_graph_and_each_once(yard: ExperimentYard) -> None:
+    assert yard.run() == 0
+    done = yard.finished
+    assert len(done) == len({*done}) == STAGES
+    for before, after in (("r1.generate", "r1.train"), ("r1.train", "r2.generate"), ("r2.generate", "r2.train")):
+        assert done.index(f"QSharp_tiny_sums_{before}") < done.index(f"QSharp_tiny_sums_{after}")
+    assert {*yard.job_states().values()} == {"EVAL_COMPLETED"}
+    before = yard.hashes()
+    assert yard.run() == 0
+    assert (yard.finished, yard.hashes()) == (done, before)
+
+
+def test_what_needs_a_failed_stage_is_blocked_and_a_retry_runs_it_alone(yard: ExperimentYard) -> None:
+    yard.fail(f"{QSHARP_1}.train")
+    yard.fail("DPO_tiny_sums_r2.evaluate")
+    assert yard.run() == 1
+    states = yard.job_states()
+    assert states[QSHARP_1] == "FAILED"
+    assert states[QSHARP_2] == f"BLOCKED ({QSHARP_1}.train failed)"
+    assert (states["DPO_tiny_sums_r1"], states["DPO_tiny_sums_r2"]) == ("EVAL_COMPLETED", "FAILED")
+    yard.run(only=QSHARP_1)
+    assert yard.job_states()[QSHARP_2] == "EVAL_COMPLETED"
+    assert "DPO_tiny_sums_r2.evaluate" not in yard.finished
+    assert yard.run() == 0
+    assert len(yard.finished) == len({*yard.finished}) == STAGES
+
+
+@pytest.fixture(scope="module")
+def untroubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What one line leaves if nothing happens."""
+    yard = ExperimentYard(tmp_path_factory.mktemp("untroubled"))
+    assert yard.run(ONE_LINE) == 0
+    return yard.hashes()
+
+
+def is_as(yard: ExperimentYard, untroubled: dict[str, dict[str, str]]) -> bool:
+    once = len(yard.finished) == len({*yard.finished}) == len(untroubled)
+    return once and yard.hashes() == untroubled and not list(yard.root.glob("jobs/*/*.partial-*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("kill", "train"),
+        *(("kill-runner", kind) for kind in ("generate", "train", "evaluate")),
+        ("kill-manifest", "train"),
+    ],
+)
+def test_a_kill_at_a_boundary_costs_no_finished_stage_and_changes_nothing(
+    yard: ExperimentYard, untroubled: dict[str, dict[str, str]], how: str, kind: str
+) -> None:
+    yard.fail(f"{QSHARP_2}.{kind}", how)
+    assert run_apart(yard) != 0
+    assert yard.run(ONE_LINE) == 0
+    assert is_as(yard, untroubled)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(yard: ExperimentYard, untroubled: dict[str, dict[str, str]]) -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        runner = subprocess.Popen(apart(yard), cwd=Path(__file__).parent)
+        try:
+            runner.wait(draw.uniform(0.3, 3.0))
+        except subprocess.TimeoutExpired:
+            runner.kill()
+            runner.wait()
+    assert yard.run(ONE_LINE) == 0
+    assert is_as(yard, untroubled)
+
+
+def test_a_damaged_file_is_made_again_with_what_was_made_of_it(
+    yard: ExperimentYard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yard.run()
+    before = yard.hashes()
+    model = yard.root / "jobs" / QSHARP_1 / "model"
+    (model / "made").write_text("")
+    assert yard.run() == 0
+    again = yard.finished[STAGES:]
+    assert sorted(again) == sorted(
+        [f"{QSHARP_1}.train", f"{QSHARP_1}.evaluate", *(f"{QSHARP_2}.{k}" for k in ("generate", "train", "evaluate"))]
+    )
+    assert yard.hashes() == before
+    assert f"{QSHARP_1}.train is made again: {model / 'made'} is not what was written" in capsys.readouterr().out
+
+
+def test_a_changed_key_of_a_finished_stage_is_refused_with_the_difference(yard: ExperimentYard) -> None:
+    yard.fail("DPO_tiny_sums_r1.train")
+    yard.run()
+    mended = tree(algos={"QSharp": {}, "DPO": {"lr": 3e-5}})  # no finished stage used it
+    with pytest.raises(UsageError, match=r"generation.max_new_tokens: 256, now 8") as refused:
+        yard.run(tree(generation={"max_new_tokens": 8}))
+    assert QSHARP_2 in str(refused.value)
+    assert yard.run(mended) == 0
+    with pytest.raises(UsageError, match=r"algos.DPO.lr: 3e-05, now 1e-05"):
+        yard.run()
+
+
+def test_two_runners_on_one_experiment_are_refused(yard: ExperimentYard) -> None:
+    yard.root.mkdir(parents=True)
+    lock = KernelLock(yard.root / "experiment.lock")
+    assert lock.try_acquire({"role": "experiment"})
+    try:
+        with pytest.raises(RunDirError, match="in use by another runner"):
+            yard.run()
+    finally:
+        lock.release()
+
+
+def test_a_stage_that_ends_without_its_folder_has_failed(yard: ExperimentYard) -> None:
+    def command(root: Path, stage: object, token: str) -> list[str]:
+        return ["true"]
+
+    yard.command = command  # type: ignore[assignment]
+    assert yard.run() == 1
+    record = read(yard.root / experiment.LEDGER)["reference_tiny_sums.evaluate"]
+    assert record.why.startswith("it ended without leaving")
+
+
+def test_idle_places_say_why_once(yard: ExperimentYard, capsys: pytest.CaptureFixture[str]) -> None:
+    yard.run(ONE_LINE)
+    said = [line for line in capsys.readouterr().out.splitlines() if " idle: " in line]
+    assert len(said) == 1 and "1 of 2 places are idle" in said[0]
