@@ -142,4 +142,10 @@ def _sentiment(count: int, *, seed: int = 1) -> ProblemSet:
 
 
 _MADE: dict[str, Callable[..., ProblemSet]] = {"sums": _sums, "star": _star, "sentiment": _sentiment}
+ON_HUB = tuple(_HUB)
 NAMES = (*_HUB, *_MADE)
+
+
+def has_reward(name: str) -> bool:
+    """Whether a function rewards the answers of a set, and not a reward model."""
+    return name not in _HUB or _HUB[name].reward is not None

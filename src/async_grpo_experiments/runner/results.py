@@ -65,7 +65,6 @@ class TrainedNote:
 
     steps: int
     loss: float
-    seconds: float
 
 
 @dataclass(frozen=True)

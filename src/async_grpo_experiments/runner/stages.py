@@ -1,0 +1,389 @@
+"""What a real stage does, in a process of its own.
+
+    python -m async_grpo_experiments.runner.stages ROOT JOB KIND TOKEN
+
+Sampling and evaluation are `async-grpo generate` and `async-grpo evaluate`, children of this process, with a setup file
+that is written here. Their run directories lie in the job's folder, as does that of a training, and are continued by a
+next attempt at the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.formatting import printable
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import as_json
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut, collect, configured
+from async_grpo_experiments.algorithms.rows import Rows
+from async_grpo_experiments.cut_plans import requests_of
+from async_grpo_experiments.problems.table import ON_HUB, ProblemSet, has_reward, load
+from async_grpo_experiments.runner import states
+from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentConfig, checked
+from async_grpo_experiments.runner.experiment import config_of
+from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
+from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
+from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
+
+ROWS, SAMPLES = "rows.arrow", "samples"
+_LEAVES = ("head", "model", "proxy")  # folders that a training may leave
+SETUP_FILE = '''"""The setup file of one stage."""
+
+from pathlib import Path
+
+from async_grpo_experiments.runner.stages import trainer_of
+
+
+def get_trainer():
+    return trainer_of(Path(__file__).with_suffix(".json"))
+'''
+
+
+def settings_of(config: ExperimentConfig, algo: str, family: str, seed: int) -> Any:
+    """The settings of an algorithm: its own keys over the shared ones. `UsageError` names a key that is wrong."""
+    module, name, shared = ALGORITHMS[algo]
+    kind = getattr(import_module(f"async_grpo_experiments.algorithms.{module}"), f"{name}Settings")
+    collection, training, system = config.data_collection, config.training, config.system
+    model = config.models[family]
+    values: dict[str, Any] = {
+        "reference": model.ref,
+        "temperature": config.generation.temperature,
+        "micro_batch_size": training.micro_batch_size,
+        "gradient_checkpointing": training.gradient_checkpointing,
+        "save_steps": training.save_steps,
+        "attn_impl": system.attn_impl,
+        "clear_cache_interval": system.clear_cache_interval,
+        "max_examples": collection.max_examples,
+        "seed": seed if collection.seed is None else collection.seed,
+        **{key: getattr(collection, key) for key in shared},
+    }
+    known = kind.__dataclass_fields__
+    values |= {"value": model.value} if "value" in known else {}
+    values |= {"max_new_tokens": config.generation.max_new_tokens} if "max_new_tokens" in known else {}
+    own = {key: value for key, value in config.algos[algo].items() if key != "enabled"}
+    return configured(kind, values | own)
+
+
+def problems_of(config: ExperimentConfig, dataset: str, *, evaluated: bool = False) -> ProblemSet:
+    """The rows of a dataset, to train on or to evaluate on. `UsageError`: there are none, or nothing rewards them."""
+    keys = config.datasets[dataset]
+    split = keys.eval_split if evaluated else keys.split
+    most = config.evaluation.max_examples if evaluated else config.data_collection.max_examples
+    made = keys.made | (keys.evaluated if evaluated else {})
+    chat = config.generation.use_chat_template
+    name = keys.source or dataset
+    return load(name, path=keys.path, split=split, max_examples=most, chat=chat, **made)
+
+
+def check(config: ExperimentConfig) -> None:
+    """Refuse keys that an algorithm or a dataset does not know. `UsageError` says which."""
+    for algo in config.enabled:
+        for family in config.families:
+            Work(config, ExperimentJob(algo=algo, family=family, dataset="", round=1, seed=0)).algorithm_settings  # noqa: B018
+    names = {one for dataset in config.training.datasets for one in (dataset, *config.evaluated_sets(dataset))}
+    for dataset in sorted(names):
+        keys = config.datasets[dataset]
+        source = keys.source or dataset
+        if not has_reward(source):
+            raise UsageError(f"{dataset} is scored by a reward model, and stages with one are not built: leave it out.")
+        if keys.path is not None or source not in ON_HUB:  # those of the hub are read when they are used
+            problems_of(config, dataset)
+            problems_of(config, dataset, evaluated=True)
+
+
+class Work:
+    """One job's work: the algorithm, the problems, the places of its files."""
+
+    def __init__(self, config: ExperimentConfig, job: ExperimentJob, root: Path = Path()) -> None:
+        self.config, self.job, self.root = config, job, root
+        self.folder = root / "jobs" / job.id
+
+    @cached_property
+    def algorithm_settings(self) -> Any:
+        return settings_of(self.config, self.job.algo, self.job.family, self.job.seed)
+
+    @cached_property
+    def problems(self) -> ProblemSet:
+        return problems_of(self.config, self.job.dataset)
+
+    @cached_property
+    def algorithm(self) -> Any:
+        module, name, _ = ALGORITHMS[self.job.algo]
+        kind = getattr(import_module(f"async_grpo_experiments.algorithms.{module}"), name)
+        if self.job.algo == "GRPO":
+            reward = self.problems.reward
+            assert reward is not None
+            return kind(self.algorithm_settings, self.problems.rows, f"{reward.__module__}:{reward.__qualname__}")
+        if self.job.algo == "GRPO-HF":
+            return kind(self.algorithm_settings, self.problems.rows)
+        return kind(self.algorithm_settings)
+
+    def trained(self, round_number: int) -> Path:
+        """The head or the model that a round of this line has left."""
+        folder = self.root / "jobs" / self.job.at(round_number) / FOLDERS["train"]
+        return folder / ("head" if self.job.algo in GUIDED else "model")
+
+    @property
+    def seed(self) -> int:
+        """What this round is sampled with: two rounds must not sample the same."""
+        return (self.job.seed + 7919 * self.job.round) % 2**32
+
+    # The stages. Each leaves its files in `partial`.
+
+    def generate(self, partial: Path) -> None:
+        problems = len(self.problems.rows)
+        plan = self.algorithm.plan
+        if not next(plan(problems, self.job.round), None):
+            self.algorithm.rows([]).save(partial / ROWS)
+            return
+        out = self.folder / SAMPLES
+        run = self._begin(partial, "generating", out)
+        if not out.exists():
+            setup = self._setup_file(run, guided_by=self.trained(self.job.round - 1) if self._rolls_in_guided else None)
+            self._child("generate", self.reference, setup, run, "--out", str(out), "--deterministic")
+        shutil.copytree(out, partial / SAMPLES)
+        continuations = collect(plan(problems, self.job.round), Answers(out).answer)
+        self.algorithm.rows(continuations).save(partial / ROWS)
+
+    def train(self, partial: Path) -> None:
+        out = self._begin(partial, "training")
+        for left in out.glob("*"):
+            if left.name in _LEAVES:  # not whole, or it would be in a complete folder
+                shutil.rmtree(left)
+        earlier = range(1, self.job.round + 1)
+        data = [self.root / "jobs" / self.job.at(one) / FOLDERS["generate"] / ROWS for one in earlier]
+        start = self.trained(self.job.round - 1) if self.job.round > 1 else None
+        found = self.algorithm.train(Rows.together(map(Rows.load, data)), start, out=out)
+        for name in _LEAVES:
+            if (out / name).exists():
+                shutil.copytree(out / name, partial / name)
+        write_json(partial / TRAINED, as_json(TrainedNote(steps=found.steps, loss=found.loss)))
+        _note_memory(partial)
+
+    def evaluate(self, partial: Path) -> None:
+        found: list[EvaluatedSet] = []
+        for dataset in self.config.evaluated_sets(self.job.dataset):
+            figures = self.folder / f"evaluating_{dataset}.json"
+            run = self._begin(partial, f"evaluating_{dataset}", figures)
+            if not figures.exists():
+                guided = self.job.algo in GUIDED
+                head = self.trained(self.job.round) if guided else None
+                model = self.reference if guided or not self.job.algo else str(self.trained(self.job.round))
+                setup = self._setup_file(run, guided_by=head, evaluated=dataset)
+                self._child("evaluate", model, setup, run, "--json", str(figures), *self._sampled_with(guided))
+            found += _evaluated(dataset, read_object(figures))
+        write_json(partial / RESULT, as_json(JobResult(evaluations=found)))
+
+    def tidy(self) -> None:
+        """Remove what complete folders have a copy of."""
+        for folder in (SAMPLES, *(f"training/{name}" for name in (*_LEAVES, "checkpoints"))):
+            if (self.folder / folder).exists():
+                shutil.rmtree(self.folder / folder)
+
+    @property
+    def reference(self) -> str:
+        return self.config.models[self.job.family].ref
+
+    @property
+    def _rolls_in_guided(self) -> bool:
+        return self.job.round > 1 and self.job.algo in GUIDED
+
+    def _sampled_with(self, guided: bool) -> Iterable[str]:
+        evaluation = self.config.evaluation
+        ks = sorted({1, evaluation.num_samples})
+        yield from ("--eval-replicates", str(evaluation.num_samples), "--eval-k", ",".join(map(str, ks)))
+        yield from ("--eval-temperature", str(self.config.generation.temperature))
+        yield from ("--eval-top-p", "1", "--eval-top-k", "0")
+        if guided and evaluation.etas:
+            yield from ("--eval-eta", ",".join(f"{eta:g}" for eta in evaluation.etas))
+
+    def _begin(self, partial: Path, name: str, *others: Path) -> Path:
+        """The folder for what may be continued. An attempt that continues nothing finds nothing there."""
+        folder, mark = self.folder / name, states.work_of(partial) / name
+        if not mark.exists():
+            for old in (folder, *others):
+                if old.exists():
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+        return folder
+
+    def _setup_file(self, run: Path, *, guided_by: Path | None, evaluated: str = "") -> Path:
+        path = self.folder / f"{run.name}.py"
+        guided = "" if guided_by is None else str(guided_by.absolute())
+        keys = {"root": str(self.root.absolute()), "job": self.job.id, "guided_by": guided, "evaluated": evaluated}
+        write_json(path.with_suffix(".json"), keys)
+        path.write_text(SETUP_FILE)
+        return path
+
+    def _child(self, command: str, model: str, setup: Path, run: Path, *more: str) -> None:
+        """Run one command to its end. `AsyncGRPOError`: it failed."""
+        arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
+        arguments += ["--resume"] if run.exists() else []
+        child = subprocess.Popen([sys.executable, "-m", "async_grpo.cli", *arguments])
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: child.terminate())
+        if code := child.wait():
+            raise StageError(f"async-grpo {command} ended with exit code {code}: its log is above, and in {run}.")
+
+
+class StageError(AsyncGRPOError):
+    """A command that a stage started has failed."""
+
+    exit_code = 1
+
+
+class Answers:
+    """Answers the cuts of a plan with the rows that `async-grpo generate` has sampled by the same plan."""
+
+    def __init__(self, folder: Path) -> None:
+        from datasets import load_from_disk
+
+        self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
+        for row in load_from_disk(str(folder)):
+            self._by_request.setdefault((row["wave"], row["problem"], row["request"]), []).append(row)
+        self._wave = -1
+
+    def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
+        """Those of the next wave. A cut that failed has none."""
+        self._wave += 1
+        before: dict[int, int] = {}
+        found = []
+        for cut in cuts:
+            place = before[cut.problem] = before.get(cut.problem, -1) + 1
+            if rows := self._by_request.get((self._wave, cut.problem, place)):
+                found.append(_continuations(cut, rows))
+        return found
+
+
+def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]]) -> Continuations:
+    return Continuations(
+        cut=cut,
+        prompt=tuple(rows[0]["prompt_ids"]),
+        completions=tuple(tuple(row["completion_ids"][len(cut.prefix) :]) for row in rows),
+        rewards=tuple(float(row["reward"]) for row in rows),
+    )
+
+
+def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]:
+    """What `async-grpo evaluate --json` wrote, one evaluation for each strength."""
+    from async_grpo.evals.report import Evaluated
+    from async_grpo.rundir.shape import shaped
+
+    for one in shaped(dict[str, Evaluated], found["models"], "models").values():
+        eta = one.sampling.get("eta")
+        yield EvaluatedSet(
+            dataset=dataset,
+            eta=None if eta in (None, "off") else float(eta),
+            figures=one.figures,
+            by_problem={problem: tuple(means) for problem, means in one.by_problem.items()},
+            failed=len(one.failed),
+        )
+
+
+def trainer_of(path: Path) -> Any:
+    """The trainer of a stage's setup file, in each process that samples."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    keys = read_object(path)
+    work = work_of(Path(keys["root"]), keys["job"])
+    config = work.config
+    sets = problems_of(config, keys["evaluated"], evaluated=True) if keys["evaluated"] else work.problems
+    rows = Dataset.from_list(sets.rows)
+    batch, on_gpu = max(2, config.generation.batch_size), torch.cuda.is_available()
+    trainer: Any = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(work.reference, attn_implementation=config.system.attn_impl),
+        sets.reward,
+        args=GRPOConfig(
+            output_dir=str(work.folder / "unused"),
+            per_device_train_batch_size=batch,
+            num_generations=batch,
+            max_completion_length=config.generation.max_new_tokens,
+            temperature=config.generation.temperature,
+            beta=0.0,
+            seed=work.seed,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            report_to="none",
+        ),
+        train_dataset=rows,
+        eval_dataset=rows if keys["evaluated"] else None,
+        processing_class=AutoTokenizer.from_pretrained(work.reference),
+    )
+    if not keys["evaluated"]:
+        unguided = {"eta": "off"} if keys["guided_by"] else None
+        plan = work.algorithm.plan
+        trainer.generation_plan = requests_of(
+            lambda problems: plan(problems, work.job.round), Continuations, unguided=unguided
+        )
+    if keys["guided_by"]:
+        from async_grpo_experiments.guidance.setup import guided
+
+        trainer = guided(trainer, head=keys["guided_by"], **work.algorithm.guidance())
+    return trainer
+
+
+def _note_memory(partial: Path) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    _, total = torch.cuda.mem_get_info()
+    reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    print("GPU Memory Summary:")
+    print(
+        f"  GPU 0: {allocated / 1e9:.2f} GB allocated, {reserved / 1e9:.2f} GB reserved, {total / 1e9:.2f} GB total",
+        flush=True,
+    )
+    write_json(partial / "usage.json", {"peak_bytes": reserved})
+
+
+def work_of(root: Path, job: str) -> Work:
+    config = config_of(root)
+    found = next((one for one in jobs_of(config) if one.id == job), None)
+    if found is None:
+        raise UsageError(f"There is no job {job} in {root}.")
+    return Work(config, found, root)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one stage; returns its exit code."""
+    try:
+        if list(arguments) == ["check"]:
+            check(checked(json.load(sys.stdin)))
+            return 0
+        root, job, kind, token = arguments
+        print(f"{job}.{kind} on CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}", flush=True)
+        work = work_of(Path(root), job)
+        partial = work.folder / f"{FOLDERS[kind]}.partial-{token}"  # type: ignore[index]
+        {"generate": work.generate, "train": work.train, "evaluate": work.evaluate}[kind](partial)
+        states.finish(partial)
+        work.tidy()
+    except AsyncGRPOError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        print(printable(f"error: out of memory: {error}"), file=sys.stderr)
+        return OUT_OF_MEMORY
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
