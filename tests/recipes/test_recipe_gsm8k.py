@@ -154,7 +154,13 @@ def test_an_evaluation_counts_right_answers_and_not_points_for_the_form(recipe):
     judge = Judge.of(functions, AdvantageRule())
     completions = [answered(solution) for solution in ("18", "19", "18")]
     columns = [function(completions=completions, answer=["18"] * 3) for function in functions]
-    group = SimpleNamespace(rewards=np.array(columns).T, completions=completions, job=SimpleNamespace(task="", row={}))
+    group = SimpleNamespace(
+        rewards=np.array(columns).T,
+        completions=completions,
+        completion_lengths=np.array([1, 1, 1]),
+        job=SimpleNamespace(task="", row={}),
+        metrics={},
+    )
     answers = judge.answers(group)
     assert answers.rewards[1] >= 1
     assert answers.successes == [True, False, True]

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -34,6 +35,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEPT_BYTES = 1 << 30
 STACKS_SIGNAL = signal.SIGUSR1
+SIGNAL_AGAIN_S = 0.1
 LEFT_BEHIND_S = 2.0  # for processes that their parent has left behind, between SIGTERM and SIGKILL
 
 
@@ -47,6 +49,8 @@ class StopRequest:
     def install(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        if sys.unraisablehook != self._on_unraisable:
+            self._report_unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def defer(self) -> None:
@@ -57,6 +61,15 @@ class StopRequest:
         self.requested = True
         if not self._deferred:
             raise SystemExit(0)
+
+    def _on_unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        """Send the signal again where Python has dropped our `SystemExit`, as it does in a `__del__`."""
+        if found.exc_type is SystemExit and self.requested and not self._deferred:
+            again = threading.Timer(SIGNAL_AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM))
+            again.daemon = True
+            again.start()
+        else:
+            self._report_unraisable(found)
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:

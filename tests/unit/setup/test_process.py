@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,6 +174,30 @@ def test_a_hung_process_writes_its_stacks_when_it_is_signalled_and_lives_on(tmp_
         assert process.poll() is None
         assert stacks.stat().st_mode & 0o777 == 0o600
         assert stacks.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_stop_that_python_dropped_in_a_finaliser_comes_again() -> None:
+    code = """
+        import os, signal, time
+        from async_grpo.setup.process import StopRequest
+
+        class Last:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(1000):
+                    pass
+
+        stop = StopRequest()
+        stop.install()
+        stop.install()  # as after a library that has put its own handler there
+        last = Last()
+        del last
+        print("dropped", flush=True)
+        time.sleep(60)
+        raise AssertionError
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "dropped\n"), done.stderr
 
 
 FREES = """
