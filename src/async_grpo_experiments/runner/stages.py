@@ -154,7 +154,7 @@ class Work:
             setup = self._setup_file(run, guided_by=self.trained(self.job.round - 1) if self._rolls_in_guided else None)
             self._child("generate", self.reference, setup, run, "--out", str(out), "--deterministic")
         shutil.copytree(out, partial / SAMPLES)
-        continuations = collect(plan(problems, self.job.round), Answers(out).answer)
+        continuations = collect(plan(problems, self.job.round), SampledAnswers(out).answer)
         self.algorithm.rows(continuations).save(partial / ROWS)
 
     def train(self, partial: Path) -> None:
@@ -245,8 +245,8 @@ class StageError(AsyncGRPOError):
     exit_code = 1
 
 
-class Answers:
-    """Answers the cuts of a plan with the rows that `async-grpo generate` has sampled by the same plan."""
+class SampledAnswers:
+    """SampledAnswers the cuts of a plan with the rows that `async-grpo generate` has sampled by the same plan."""
 
     def __init__(self, folder: Path) -> None:
         from datasets import load_from_disk
@@ -365,7 +365,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one stage; returns its exit code."""
     try:
         if list(arguments) == ["check"]:
-            check(checked(json.load(sys.stdin)))
+            check(checked(json.loads(sys.stdin.read())))
             return 0
         root, job, kind, token = arguments
         print(f"{job}.{kind} on CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}", flush=True)
