@@ -216,6 +216,11 @@ def _problems(config: ExperimentConfig) -> Iterator[str]:
     yield from (
         f"datasets has no {one!r}.{_nearest(one, config.datasets)}" for one in named if one not in config.datasets
     )
+    if config.data_collection.reward_batch_size != CollectionKeys().reward_batch_size:
+        yield (
+            "data_collection.reward_batch_size is of datasets that a reward model scores, and stages with one are not "
+            f"built: leave it at {CollectionKeys().reward_batch_size}."
+        )
     if system.gpus_per_job > 1:
         yield "A stage on several GPUs is not built: set system.gpus_per_job=1."
     if system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:

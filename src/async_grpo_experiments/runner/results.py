@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESULT, TRAINED = "result.json", "trained.json"
-SHOWN = ("pass@1", "maj@8", "reward_mean", "avg_kl", "avg_kl_per_token")
+SHOWN = ("pass@1", "reward_mean", "avg_kl", "avg_kl_per_token")
 _HEADS = ("reward", "avg_reward")
 
 
@@ -120,7 +120,9 @@ def markdown(config: ExperimentConfig, lines: Sequence[EvaluatedLine]) -> Iterat
         yield ""
         yield "No job has been evaluated yet."
     for (dataset, family), own in _tables(lines).items():
-        columns = [name for name in SHOWN if any(name in line.evaluation.figures for line in own)]
+        known = {name for line in own for name in line.evaluation.figures}
+        votes = sorted(name for name in known if name.startswith("maj@") and name != "maj@1")
+        columns = [name for name in (*SHOWN[:1], *votes, *SHOWN[1:]) if name in known]
         yield ""
         yield f"## {dataset}, {family}"
         yield ""
