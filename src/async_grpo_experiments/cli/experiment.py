@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         root = args.outputs / config.experiment.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if args.dry_run:
         return _plan(config)
-    if not begun:
+    if keys or not begun:
         experiment.check_stages(config)
     return experiment.run_experiment(root, config)
 
