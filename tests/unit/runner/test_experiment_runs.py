@@ -100,17 +100,23 @@ def test_a_kill_at_a_boundary_costs_no_finished_stage_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(yard: ExperimentYard, untroubled: dict[str, dict[str, str]]) -> None:
-    draw = random.Random(0)
-    for _ in range(50):
-        runner = subprocess.Popen(apart(yard), cwd=Path(__file__).parent)
-        try:
-            runner.wait(draw.uniform(0.3, 3.0))
-        except subprocess.TimeoutExpired:
-            runner.kill()
-            runner.wait()
-    assert yard.run(ONE_LINE) == 0
-    assert is_as(yard, untroubled)
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, untroubled: dict[str, dict[str, str]]) -> None:
+    """50 kills of the runner. Where an experiment is done, the next kill meets a new one."""
+    draw, kills, number = random.Random(0), 0, 0
+    while kills < 50:
+        yard, number = ExperimentYard(tmp_path / str(number)), number + 1
+        yard.folder.mkdir()
+        while len(yard.hashes()) < len(untroubled):
+            runner = subprocess.Popen(apart(yard), cwd=Path(__file__).parent)
+            try:
+                runner.wait(draw.uniform(0.3, 1.5))
+            except subprocess.TimeoutExpired:
+                runner.kill()
+                runner.wait()
+                kills += 1
+        assert yard.run(ONE_LINE) == 0
+        assert len(yard.finished) == len({*yard.finished})  # a kill before its line leaves one out
+        assert yard.hashes() == untroubled and not list(yard.root.glob("jobs/*/*.partial-*"))
 
 
 def test_a_damaged_file_is_made_again_with_what_was_made_of_it(
