@@ -35,6 +35,7 @@ from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentC
 from async_grpo_experiments.runner.experiment import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
+from async_grpo_experiments.slots import held
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
 
 ROWS, SAMPLES = "rows.arrow", "samples"
@@ -232,7 +233,8 @@ class Work:
         """Run one command to its end. `AsyncGRPOError`: it failed."""
         arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
         arguments += ["--resume"] if run.exists() else []
-        child = subprocess.Popen([sys.executable, "-m", "async_grpo.cli", *arguments])
+        ends_with_us = [sys.executable, "-I", "-S", held.__file__, str(os.getpid()), "all"]
+        child = subprocess.Popen([*ends_with_us, sys.executable, "-m", "async_grpo.cli", *arguments])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: child.terminate())
         if code := child.wait():
