@@ -148,7 +148,7 @@ chaos-vllm: .venv-vllm/.installed
 	touch $@
 
 test-experiments: .venv-experiments/.installed
-	.venv-experiments/bin/python -m pytest tests/unit/runner tests/unit/rewards
+	.venv-experiments/bin/python -m pytest -n $(JOBS) tests/unit/runner tests/unit/rewards
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers

@@ -182,6 +182,7 @@ def test_what_is_replaced_and_where_rewards_are_logged(tmp_path: Path) -> None:
     assert list(trainer._logs["rewards"]) == [] and trainer._logs["rewards"]["x"].maxlen is not None
 
 
+@pytest.mark.slow  # of both halves there is a quick one: test_determinism, test_ppo_runs
 def test_any_number_of_workers_gives_the_same_weights_and_so_does_a_replay(tmp_path: Path) -> None:
     """The example with two tasks, PPO and PCGrad; its evaluations have figures for each task."""
     pytest.importorskip("torchjd")

