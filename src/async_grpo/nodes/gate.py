@@ -20,7 +20,7 @@ from typing import Any
 
 from loguru import logger
 
-from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageError
+from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageError, reason_of
 from async_grpo.formatting import counted, for_people
 from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode
 from async_grpo.nodes.node import facts
@@ -231,7 +231,7 @@ class _Gate:
         try:
             return WorkerQueue.open(self._run.root, number, device, far_workers=workers)
         except QueueError as error:  # a worker that was started by hand has the number
-            raise PeerDiedError(f"cannot join: {error}") from error
+            raise PeerDiedError(f"cannot join: {reason_of(error)}") from error
 
     def _end(self, node: RayNode) -> None:
         with suppress(Exception):  # it is killed next
@@ -301,7 +301,7 @@ class _Gate:
                         f"({_room_of(machine)} in all)"
                     ) from None
             except Exception as error:
-                raise PeerDiedError(f"cannot start: {error}") from error
+                raise PeerDiedError(f"cannot start: {reason_of(error)}") from error
 
     def _pause(self) -> None:
         deadline = time.monotonic() + AGAIN_S
