@@ -139,7 +139,7 @@ def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]
     if any(tensor.device.type != "cpu" for pair in pairs for tensor in pair):
         return [
             partial(torch._foreach_copy_, destinations, sources, non_blocking=True)
-            for destinations, sources in _by_dtypes(pairs)
+            for destinations, sources in by_dtypes(pairs)
         ]
     in_pieces = [(into, out_of) for into, out_of in pairs if _is_plain_and_small(into, out_of)]
     whole = [(into, out_of) for into, out_of in pairs if not _is_plain_and_small(into, out_of)]
@@ -147,7 +147,8 @@ def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]
     return [*steps, ThreadedCopy(in_pieces)] if in_pieces else steps
 
 
-def _by_dtypes(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Portion]:
+def by_dtypes(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Portion]:
+    """The destinations and sources of each pair of dtypes: a list that mixes them is no fused copy."""
     groups: defaultdict[tuple[torch.dtype, torch.dtype], Portion] = defaultdict(lambda: ([], []))
     for into, out_of in pairs:
         destinations, sources = groups[into.dtype, out_of.dtype]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from async_grpo_ipc.copies import by_dtypes
+
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
@@ -39,8 +41,10 @@ class RecordedCopies:
 
     def repeat(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy these values where those of the same names went."""
-        sources = [copy.read_from(tensors[copy.name]) for copy in self._copies]
-        torch._foreach_copy_([copy.into for copy in self._copies], sources)
+        for destinations, sources in by_dtypes(
+            (copy.into, copy.read_from(tensors[copy.name])) for copy in self._copies
+        ):
+            torch._foreach_copy_(destinations, sources)
 
 
 def record(load: Callable[[], Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> RecordedCopies | None:
