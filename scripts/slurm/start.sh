@@ -12,7 +12,7 @@ python=${PYTHON:-$PWD/.venv/bin/python}
 unset ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES
 
 main_ppo() {
-    local keys=("trainer.nnodes=$nodes") pid_file step code=0
+    local keys=("trainer.nnodes=$nodes") pid_file step code interrupted=1
     if ((gpus)); then keys+=("trainer.n_gpus_per_node=$gpus"); else keys+=(trainer.device=cpu); fi
     if [[ ${FLASH_ATTENTION_DISABLE:-0} == 1 ]]; then
         keys+=("actor_rollout_ref.model.override_config.attn_implementation=sdpa")
@@ -24,19 +24,18 @@ main_ppo() {
     local program=(bash -c 'echo $$ >"$0" && exec "$@"' "$pid_file" "$python" scripts/main_ppo.py "${keys[@]}")
     program+=(--stop-grace 500)
     if ((nodes > 1)); then
-        local head
-        head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        local hosts
+        hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # a line each; the first one is the head
         export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300 # seconds; Ray's 30 are few for a cold file system
-        program=(ray symmetric-run --address "$head:6379" --min-nodes "$nodes" -- "${program[@]}")
+        program=(ray symmetric-run --address "${hosts%%$'\n'*}:6379" --min-nodes "$nodes" -- "${program[@]}")
     fi
-    trap 'echo "the walltime is near: the run writes a checkpoint and ends; sbatch again continues it"
-        [[ ! -s $pid_file ]] || kill -TERM "$(<"$pid_file")"' USR1
+    trap 'interrupted=1; echo "the walltime is near: the run writes a checkpoint and ends; sbatch again continues it"
+        [[ ! -s $pid_file ]] || kill -TERM "$(<"$pid_file")" || true' USR1 # it may have ended by itself
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 "${program[@]}" &
     step=$!
-    while true; do # a signal ends `wait`, not the step
-        code=0
+    while ((interrupted)); do # the signal ends `wait`, not the step
+        interrupted=0 code=0
         wait "$step" || code=$?
-        kill -0 "$step" 2>/dev/null || break
     done
     rm -f "$pid_file"
     return "$code"
