@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from async_grpo.errors import UsageError
+from async_grpo.formatting import counted
 from async_grpo.settings import CPU
 from async_grpo.verl_keys.keys import ROLLOUT, Keys
 
@@ -55,16 +56,16 @@ class Devices:
                 f"{ROLLOUT}.tensor_model_parallel_size={keys[f'{ROLLOUT}.tensor_model_parallel_size']} is of a vLLM "
                 "server, which only a run on one machine has: take trainer.nnodes=1, or leave it out."
             )
-        there = 0 if keys["trainer.device"] == CPU else visible()
-        asked = keys["trainer.n_gpus_per_node"]
+        device, asked = keys["trainer.device"], keys["trainer.n_gpus_per_node"]
+        there = 0 if device == CPU else visible()
         if not there:
-            if asked is not None and keys["trainer.device"] != CPU:
+            if device != CPU and (device or asked):
+                wanted = f"trainer.n_gpus_per_node={asked}" if asked else f"trainer.device={device}"
                 raise UsageError(
-                    f"trainer.n_gpus_per_node={asked}, and this machine has no GPU. trainer.device=cpu tries a small "
-                    "model without one."
+                    f"{wanted}, and this machine has no GPU. trainer.device=cpu tries a small model without one."
                 )
             return cls(0, 0, 1, "the CPU trains and generates")
-        gpus = min(there, 8) if asked is None else asked
+        gpus = asked or there
         if gpus > there:
             raise UsageError(f"trainer.n_gpus_per_node={gpus}, and this machine has {there}. Take {there}.")
         return cls._shared(keys, gpus)
@@ -72,13 +73,13 @@ class Devices:
     @classmethod
     def _shared(cls, keys: Keys, gpus: int) -> Devices:
         served = keys[f"{ROLLOUT}.tensor_model_parallel_size"]
-        if gpus == 1 and served == 1:
+        if gpus == 1 and served == 1 and keys[_TRAIN] in (None, 1):
             return cls(1, 0, 1, "GPU 0 trains and generates")
         trainers = keys[_TRAIN] or (gpus - served if served > 1 else gpus // 2)
         generators = gpus - trainers
         if trainers < 1 or generators < served:
             raise UsageError(
-                f"{gpus} GPUs cannot be {trainers} that train ({_TRAIN}) and {served} that generate "
+                f"{counted(gpus, 'GPU')} cannot be {trainers} that train ({_TRAIN}) and {served} that generate "
                 f"({ROLLOUT}.tensor_model_parallel_size): the sum must be at most trainer.n_gpus_per_node."
             )
         idle = f", {generators - served} are idle" if 1 < served < generators else ""

@@ -103,6 +103,11 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
         ((), 1, "--master-device-id 0 --worker-device-ids 0"),
         ((), 2, "--master-device-id 0 --worker-device-ids 1"),
         (
+            ("async.trainer_gpus_per_node=1",),
+            10,
+            "--master-device-id 0 --worker-device-ids 1,2,3,4,5,6,7,8,9",
+        ),
+        (
             ("trainer.n_gpus_per_node=8", "+async.trainer_gpus_per_node=4"),
             8,
             "--worker-device-ids 4,5,6,7 --accelerate-config OUT/setup/accelerate.yaml --weights host",
@@ -150,7 +155,8 @@ def test_gpus_that_train_and_that_generate(plan: Plan, keys: tuple[str, ...], gp
         (("trainer.early_stopping_patience=3",), "counts evaluations: give data.val_files and trainer.test_freq"),
         (("custom_reward_function.path=mine.py",), "score.using"),
         (("trainer.logger=['console','mlflow']",), "trainer.logger must be of console, tensorboard, wandb"),
-        (("trainer.n_gpus_per_node=8",), "this machine has no GPU"),
+        (("trainer.n_gpus_per_node=8",), "trainer.n_gpus_per_node=8, and this machine has no GPU"),
+        (("trainer.device=cuda",), "trainer.device=cuda, and this machine has no GPU"),
         (("data.train_files={math:/a.parquet}",), "YAML needs a space after the colon"),
         (("data.train_files=[nowhere.parquet]",), "There is no file .*nowhere.parquet"),
         (("actor_rollout_ref.model.path=null",), "is needed: verl's default is a folder of its authors"),
@@ -166,6 +172,8 @@ def test_gpus_that_do_not_share_a_mini_batch_are_refused(plan: Plan) -> None:
         plan("+async.trainer_gpus_per_node=3", gpus=4)
     with pytest.raises(UsageError, match=r"2 GPUs cannot be 1 that train .* and 2 that generate"):
         plan("+async.trainer_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=2", gpus=2)
+    with pytest.raises(UsageError, match=r"1 GPU cannot be 2 that train"):
+        plan("+async.trainer_gpus_per_node=2", gpus=1)
 
 
 def test_a_key_without_effect_is_named_in_one_line(plan: Plan) -> None:
