@@ -114,7 +114,7 @@ class Hyperparameters:
 
     @property
     def credit(self) -> str:
-        """Of `TurnGRPOTrainer`."""
+        """The `credit` of `TurnGRPOTrainer`."""
         return "outcome" if self.no_turn_reward else CREDITS[self.trainer]
 
     @property
@@ -152,7 +152,7 @@ def check_tracker(values: Hyperparameters, env: Mapping[str, str]) -> None:
 
 
 def read(arguments: Sequence[str], env: Mapping[str, str], root: Path) -> Hyperparameters:
-    """Of the file of the service, then SM_HPS, then the command line: the last one counts."""
+    """Read the file of the service, then SM_HPS, then the command line: the last one counts."""
     found: dict[str, Any] = {}
     file = root / "input" / "config" / "hyperparameters.json"
     if file.is_file():
@@ -217,7 +217,7 @@ def check_same_job(values: Hyperparameters, file: Path, *, begun: bool) -> None:
         raise Refused(
             f"The checkpoints beside {file} are of a job with num_gpus={before['num_gpus']}, and this one has "
             f"num_gpus={values.num_gpus}. A continued run keeps the ranks and the GPUs that it began with: take an "
-            f"instance with {before['num_gpus']} GPUs, or another checkpoint folder to begin anew."
+            f"instance with {before['num_gpus']} GPUs, or another checkpoint folder to start over."
         )
     other = [name for name in now if name not in MAY_CHANGE and name in before and before[name] != now[name]]
     if other:
@@ -225,5 +225,5 @@ def check_same_job(values: Hyperparameters, file: Path, *, begun: bool) -> None:
         raise Refused(
             f"The job that left its checkpoints beside {file} had other hyperparameters: {changes}. A continued run "
             f"keeps those that it began with, so give the same (only {', '.join(MAY_CHANGE)} may change), or another "
-            "checkpoint folder to begin anew."
+            "checkpoint folder to start over."
         )

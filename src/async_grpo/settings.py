@@ -348,7 +348,7 @@ class TrainingSettings:
         self.evaluated_ks()
         given = {"--delta-keep": self.delta_keep, "--delta-dir": self.delta_dir}
         if not self.delta_every and (unused := [flag for flag, value in given.items() if value is not None]):
-            raise UsageError(f"{', '.join(unused)}: no versions are kept without --delta-every. Give it, too.")
+            raise UsageError(f"{', '.join(unused)}: no versions are kept without --delta-every. Give it as well.")
         if self.delta_every and find_spec("zstandard") is None:
             raise UsageError(
                 "--delta-every compresses the versions that it keeps with the package zstandard, which is not "

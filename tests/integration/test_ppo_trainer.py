@@ -95,7 +95,7 @@ def test_the_critic_learns_and_moves_nothing_of_the_policy(tmp_path: Path) -> No
 
 
 class Dealing(PPOTrainer):
-    """Deals the micro-batches of a generation batch anew, as a class that is put before `PPOTrainer` may."""
+    """Deals the micro-batches of a generation batch again, as a class that is put before `PPOTrainer` may."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         is_new = self._step % self.args.steps_per_generation == 0

@@ -55,7 +55,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What it printed."""
+    """Return all that it printed."""
     output, _ = process.communicate(timeout=DEADLINE_S)
     return output
 

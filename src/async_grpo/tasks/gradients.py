@@ -33,7 +33,7 @@ def require_shares(trainer: Any, method: str) -> None:
     """Refuse what the shares of tasks do not sum up with, or what has no gradients to see.
 
     Raises:
-        UsageError: torchjd is not installed, or another setting excludes `pcgrad`.
+        UsageError: torchjd is not installed, or another setting excludes `method`.
     """
     if find_spec("torchjd") is None:
         raise UsageError(f"mtl=\"{method}\" needs torchjd: pip install 'async-grpo[tasks]'")

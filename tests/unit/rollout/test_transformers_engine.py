@@ -229,7 +229,7 @@ def test_a_model_that_generates_by_itself_is_refused(
 def test_a_generate_that_passes_on_to_transformers_is_none_of_its_own(
     its_class: type[Qwen3ForCausalLM], model: Qwen3ForCausalLM
 ) -> None:
-    """What is made in inference mode could not be written to behind it, so the loop begins behind it, too."""
+    """What is made in inference mode could not be written to behind it, so the loop also begins behind it."""
     own = its_class(model.config).eval()
     own.load_state_dict(model.state_dict())
     assert sample(engine_of(own), PROMPTS) == sample(engine_of(model), PROMPTS)

@@ -69,7 +69,7 @@ class Sets:
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Tensor], mask: Tensor) -> Sets:
-        """Those of the tokens in `mask`, [B, C], row by row."""
+        """Take the sets of the tokens in `mask`, [B, C], row by row."""
         sizes_BC, ids_BE = batch[SIZES].long(), batch[IDS].long()
         sizes_BC = pad(sizes_BC, (0, mask.shape[1] - sizes_BC.shape[1]))
         places_E = torch.arange(ids_BE.shape[1], device=ids_BE.device)
