@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from benchmarks.setups.quiet import quiet_config
+from benchmarks.setups.sums import tiny
 from benchmarks.setups.warm import learn, load_warm_start
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -26,16 +27,6 @@ MARKS = {"sums": "+", "sorting": "s", "comparing": "?"}
 ROWS = {"sums": 600, "sorting": 300, "comparing": 100}
 HELD_OUT = 200  # of each
 SLIPS = 0.35  # of the digits
-MODEL = {
-    "hidden_size": 96,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 24,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
 WARM_START = {"steps": 500, "batch_size": 96, "seed": 0}  # of each part: without slips, and with them
 RATES = {0.0: 4e-3, SLIPS: 1e-3}
 SETTINGS = {
@@ -96,7 +87,7 @@ def build_model(tokenizer: Any, **shape: int) -> Qwen3ForCausalLM:
     end = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WARM_START["seed"])
-        model = Qwen3ForCausalLM(Qwen3Config(**{**MODEL, **shape}, vocab_size=len(tokenizer), **end))
+        model = Qwen3ForCausalLM(Qwen3Config(**{**tiny.MODEL, **shape}, vocab_size=len(tokenizer), **end))
         if not shape:
             load_warm_start(model, f"three_tasks-{SLIPS}-{WARM_START['steps']}", lambda: _warm_up(model, tokenizer))
     return model
