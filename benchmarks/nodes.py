@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from benchmarks.table import Row, as_markdown, as_text, describe_machine, machin
 from async_grpo.nodes.cluster import EXCHANGE, WEIGHTS, Cluster, RayNode
 from async_grpo.nodes.receiving import ReceivedWeights
 from async_grpo.nodes.seat import FarNodeSeat
-from async_grpo.nodes.sending import PublishedVersions
+from async_grpo.nodes.sending import PublishedVersions, WeightsPiece
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_job, encode_group
 from async_grpo.rundir.plan import RunPlan
@@ -90,14 +91,16 @@ class StandIn:
         return self._weights.receive(about, data)
 
 
-class NoWeights:
+class NoWeights(PublishedVersions):
     """The versions of a server whose weights are not measured."""
+
+    def __init__(self) -> None: ...
 
     def newest(self) -> int:
         return 0
 
-    def pieces(self, since: int | None) -> list[Any]:
-        return []
+    def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
+        return iter(())
 
 
 def stand_ins(cluster: Cluster, folder: Path) -> list[RayNode]:
@@ -135,7 +138,7 @@ def groups_per_s(nodes: list[RayNode], folder: Path) -> float:
                 FarNodeSeat(
                     node,
                     queue,
-                    NoWeights(),  # type: ignore[arg-type]
+                    NoWeights(),
                     plan,
                     name=f"node{number}",
                     workers=8,
