@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -144,7 +145,9 @@ class MultiTask(RarelyTimed):
         figures: dict[str, list[float]] = {}
         for (task, source, length), reward in zip(everything, rewards, strict=True):
             figures.setdefault(f"{task}/response_length/mean", []).append(float(length))
-            for name in (task, *([f"{task}/{source}"] if source else [])) if reward == reward else ():
+            if math.isnan(reward):
+                continue
+            for name in (task, f"{task}/{source}") if source else (task,):
                 figures.setdefault(f"{name}/reward", []).append(reward)
         for name, values in figures.items():
             self._metrics["train"][name].append(sum(values) / len(values))

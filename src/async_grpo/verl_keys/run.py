@@ -31,6 +31,7 @@ class VerlRun:
         flags: options of `train`, but for the setup file and the run directory.
         lines: what is printed before it begins.
         patience, threshold: of early stopping; a patience of 0: none.
+        resumes: whether an unfinished run in the folder is continued.
     """
 
     folder: Path
@@ -209,24 +210,24 @@ def _refuse_contradictions(keys: Keys, evaluates: bool) -> None:
             raise UsageError(why)
 
 
-def _frequencies(keys: Keys, steps: Steps, *, evaluates: bool) -> list[str]:
+def _frequencies(keys: Keys, steps: Steps, *, evaluates: bool) -> Iterator[str]:
     """How often a run evaluates and saves, in both counts of steps; -1 and 0 are never."""
     test, save, patience = (keys[f"trainer.{name}"] for name in ("test_freq", "save_freq", "early_stopping_patience"))
-    lines = [f"evaluation: every {steps.both(test)}" if evaluates and test > 0 else "evaluation: never"]
-    if not evaluates and test > 0:
-        lines = [f"evaluation: never, as there are no data.val_files (trainer.test_freq={test})"]
-    if evaluates and test <= 0:
-        lines = [f"evaluation: never (trainer.test_freq={test}): data.val_files have no effect"]
-    lines += [
-        f"checkpoints: every {steps.both(save)}"
-        if save > 0
-        else f"checkpoints: none, also not at the end (trainer.save_freq={save})"
-    ]
+    match evaluates, test > 0:
+        case True, True:
+            yield f"evaluation: every {steps.both(test)}"
+        case False, True:
+            yield f"evaluation: never, as there are no data.val_files (trainer.test_freq={test})"
+        case True, False:
+            yield f"evaluation: never (trainer.test_freq={test}): data.val_files have no effect"
+        case _:
+            yield "evaluation: never"
+    if save > 0:
+        yield f"checkpoints: every {steps.both(save)}"
+    else:
+        yield f"checkpoints: none, also not at the end (trainer.save_freq={save})"
     if patience > 0:
-        lines.append(
-            f"early stopping: after {patience} evaluations, {steps.both(patience * test)}, without improvement"
-        )
-    return lines
+        yield f"early stopping: after {patience} evaluations, {steps.both(patience * test)}, without improvement"
 
 
 def _flags(keys: Keys, steps: Steps, devices: Devices, total: int, folder: Path, *, evaluates: bool) -> list[str]:
