@@ -34,8 +34,9 @@ def command(arguments: list[str]) -> list[str] | None:
     run = planned(Keys.read(keys), visible_gpus)
     print("\n".join(run.lines), flush=True)
     may_continue = run.resumes and not given & {"--dry-run", "--overwrite", "--resume"}
-    if may_continue and (state := RunDir(run.run_dir).read_state(accepted=True)):
-        watch = ImprovementWatch(run.run_dir / "evaluations.jsonl", run.patience, run.threshold)
+    directory = RunDir(run.run_dir)
+    if may_continue and (state := directory.read_state(accepted=True)):
+        watch = ImprovementWatch(directory.evaluations, run.patience, run.threshold)
         if reason := watch.reason_to_stop():
             print(f"nothing to do: the run in {run.run_dir} stopped early, as {reason}")
             return None

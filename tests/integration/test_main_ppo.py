@@ -47,9 +47,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_setup_file_makes_the_trainer_of_the_keys(folder: Path) -> None:
-    """3 epochs of 20 batches, in mini-batches of half a batch."""
+    """3 epochs of 20 batches, in mini-batches of half a batch; of evaluated prompts the long ones are left out."""
+    prompts = ["1+1="] * 15 + ["1+1+1+1+1="] * 5
+    held_out = [
+        {"data_source": "math__sums", "prompt": prompt, "reward_model": {"ground_truth": "2"}} for prompt in prompts
+    ]
+    pq.write_table(pa.Table.from_pylist(held_out), "math__held_out.parquet")
     more = (f"{ROLLOUT}.n=2", "trainer.total_epochs=3", "data.filter_overlong_prompts=true", "mtl.method=equal")
-    evaluated = ("data.val_files=math.parquet", "data.val_max_samples=10", "trainer.test_freq=5")
+    evaluated = ("data.val_files=math__held_out.parquet", "data.val_max_samples=10", "trainer.test_freq=5")
     stops = ("trainer.early_stopping_patience=2",)
     run = planned(Keys.read([*LEAST, TASKS, f"{ACTOR}.ppo_mini_batch_size=8", *more, *evaluated, *stops]), lambda: 0)
     run.write()
@@ -58,7 +63,7 @@ def test_the_setup_file_makes_the_trainer_of_the_keys(folder: Path) -> None:
     assert isinstance(trainer, MultiTask)
     passes = len(trainer.get_train_dataloader()) // trainer.args.gradient_accumulation_steps
     assert 3 * passes == trainer.args.max_steps == 3 * 20 * 2
-    assert {task: len(rows) for task, rows in trainer.eval_dataset.items()} == {"math": 10}
+    assert {task: rows["prompt"] for task, rows in trainer.eval_dataset.items()} == {"math": ["1+1="] * 10}
     assert run.resumes
 
 

@@ -14,7 +14,7 @@ from async_grpo.tasks.files import files_by_task
 from async_grpo.tasks.overview import count_rows, seen_in_training
 from async_grpo.verl_keys.devices import Devices
 from async_grpo.verl_keys.keys import ACTOR, MODEL, ROLLOUT, Keys
-from async_grpo.verl_keys.setup_text import SetupText, is_ppo
+from async_grpo.verl_keys.setup_text import RUN, SetupText, is_ppo
 from async_grpo.verl_keys.steps import Steps, total_steps
 
 SETUP = "setup"  # folder of the setup file alone: what is beside a setup file is taken for a part of it
@@ -45,7 +45,7 @@ class VerlRun:
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / "run"
+        return self.folder / RUN
 
     @property
     def setup_file(self) -> Path:

@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from async_grpo.errors import UsageError
+from async_grpo.rundir.paths import RunDir
 from async_grpo.verl_keys.devices import Devices
 from async_grpo.verl_keys.keys import ACTOR, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.steps import Steps
 
+RUN = "run"  # the run directory, in the folder of checkpoints
 LOSSES = {  # verl's loss_agg_mode, and TRL's loss_type
     "token-mean": "dapo",
     "seq-mean-token-mean": "grpo",
@@ -42,7 +44,7 @@ def get_trainer() -> Trainer:
     return Trainer(
         model=MODEL,
         reward_funcs=[score],
-        train_dataset=within(load(TRAINING), tokenizer, {longest}, drop={drop}),
+        train_dataset=within(load(TRAINING), {fits}),
         eval_dataset={evaluated},
 {more}        args={config}(
 {fields}
@@ -80,9 +82,10 @@ class SetupText:
         keys, config = self.keys, "PPOConfig" if self.is_ppo else "GRPOConfig"
         trainer = config.replace("Config", "Trainer")
         reports, seed, some = trackers(keys), seed_of(keys), keys["data.val_max_samples"]
-        evaluated = "load(HELD_OUT, separate=True)"
+        fits = f"tokenizer, {keys['data.max_prompt_length']}, drop={keys['data.filter_overlong_prompts']}"
+        evaluated = f"{{task: within(rows, {fits}) for task, rows in load(HELD_OUT, separate=True).items()}}"
         if some > 0:
-            evaluated = f"sampled({evaluated}, {some}, seed={seed})"
+            evaluated = f"sampled(\n            {evaluated},\n            {some},\n            seed={seed},\n        )"
         project = keys["trainer.project_name"]
         more, fields = self._arguments(), self.fields()
         return _TEXT.format(
@@ -93,8 +96,7 @@ class SetupText:
             held_out=None if self.held_out is None else dict(self.held_out),
             wandb=f'os.environ.setdefault("WANDB_PROJECT", {project!r})\n' if "wandb" in reports else "",
             bases=f"MultiTask, {trainer}" if self.has_tasks else trainer,
-            longest=keys["data.max_prompt_length"],
-            drop=keys["data.filter_overlong_prompts"],
+            fits=fits,
             evaluated="None" if self.held_out is None else evaluated,
             more="".join(f"        {name}={value},\n" for name, value in more.items()),
             config=config,
@@ -127,7 +129,7 @@ class SetupText:
                 more[name] = repr(keys[f"mtl.{name}"])
         patience, threshold = (keys[f"trainer.early_stopping_{name}"] for name in ("patience", "threshold"))
         if patience > 0:
-            file = str(self.folder / "run" / "evaluations.jsonl")
+            file = str(RunDir(self.folder / RUN).evaluations)
             more["callbacks"] = f"[StopEarly(Path({file!r}), {patience}, {threshold!r})]"
         return more
 
