@@ -30,7 +30,7 @@ from async_grpo.setup.trl_compat import is_adapter
 FOLDER = "critic"
 _WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _ABOUT = "about"  # one key: safetensors writes several in any order, and equal runs have equal files
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole in the main memory, whatever shards it
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole in the main memory, also of shards
 _WHERE = ("revision", "trust_remote_code", "cache_dir", "local_files_only")  # of a policy's `model_init_kwargs`
 
 

@@ -171,7 +171,7 @@ def run_as_rank(main: Callable[[], int]) -> NoReturn:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End the process whatever its other threads do; nothing that is registered for its end is called."""
+    """End the process, also while its other threads run; nothing that is registered for its end is called."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

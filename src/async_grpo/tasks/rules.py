@@ -71,7 +71,7 @@ def ordering(text: str, truth: Any) -> float:
 
 
 def same_text(text: str, truth: Any) -> float:
-    """1 for the same text, whatever the case of its letters, or the same number."""
+    """1 for the same text, without regard to case, or the same number."""
     given, expected = _answer(text) or "", str(truth)
     number = one_number(given)
     return float(_plain(given) == _plain(expected) or (number is not None and number == one_number(expected)))

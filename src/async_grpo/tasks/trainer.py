@@ -31,7 +31,7 @@ class MultiTask(RarelyTimed):
             made of those of the tasks (`gradients`).
         num_tasks_expected: refuse another number of tasks.
         ensure_all_tasks_per_step: with workers, a batch waits for its share of each task as long as groups of it are
-            under way. False: it takes the oldest groups, whatever their task.
+            under way. False: it takes the oldest groups of any task.
 
     Raises:
         UsageError: the tasks are not those that were expected, a batch cannot hold them all, or a source has no
