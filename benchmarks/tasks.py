@@ -1,10 +1,10 @@
 """What training on several tasks reaches and costs. Accuracy and cost of PPO alone are those of `ppo.py`.
 
-    python benchmarks/tasks.py [--seeds N] [--json FILE] [--update-docs]
+    python benchmarks/tasks.py [--only costs|accuracy] [--seeds N] [--json FILE] [--update-docs]
 
 Three tasks of one model (`setups/three_tasks.py`) are trained with GRPO and with PPO, each with every `mtl`. Accuracy
 is the probability of the right answer to problems that no run saw. The costs are CPU times and bytes, of sides that
-take turns in this run.
+take turns in this run. `--only` measures one part, and takes the other from FILE.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,31 @@ def quiet_trainer(kind: str, mtl: str, **given: Any) -> Iterator[Any]:
 # --- Accuracy
 
 
-def accuracies(seeds: int) -> Accuracies:
+def accuracies(seeds: int) -> tuple[Accuracies, list[Row]]:
+    """What all runs reach, and how far the gradients of tasks conflict in those with `pcgrad`."""
     from benchmarks.setups.three_tasks import held_out_accuracy
 
     found: Accuracies = {}
+    conflicts: list[float] = []
+    cosines: list[float] = []
     for seed, kind, mtl in product(range(1, seeds + 1), KINDS, METHODS):
         with quiet_trainer(kind, mtl, seed=seed, steps=STEPS) as trainer:
             trainer.train()
             reached = held_out_accuracy(trainer.model, trainer.processing_class)
+            means = trainer.state.log_history[-1]  # of all steps: it has logged nothing before
         found.setdefault((kind, mtl), []).append(reached)
+        if mtl == "pcgrad":
+            conflicts.append(means["mtl/conflicts"])
+            cosines.append(means["mtl/cosine_min"])
         print(f"seed {seed}, {kind}, {mtl}: {reached}", flush=True)
-    return found
+    return found, [
+        row("pairs of tasks whose gradients conflict, mean of the steps with `pcgrad`", conflicts, "share"),
+        row("smallest cosine of the gradients of two tasks, mean of these steps", cosines, ""),
+    ]
 
 
-def accuracy_table(found: Accuracies) -> str:
-    """Mean of each task, with half the width of its 95% interval, and the paired difference to `equal`."""
+def accuracy_table(found: Accuracies) -> list[str]:
+    """Lines of Markdown: means by task with half the width of 95% intervals, and paired differences to `equal`."""
     tasks = list(next(iter(found.values()))[0])
     seeds = len(next(iter(found.values())))
     lines = [f"| {STEPS} steps, {seeds} seeds | {' | '.join(tasks)} |", "|" + "---|" * (1 + len(tasks))]
@@ -90,7 +100,7 @@ def accuracy_table(found: Accuracies) -> str:
         pairs = list(zip(found[kind, mtl], found[kind, "equal"], strict=True))
         shown = [difference([one[task] - other[task] for one, other in pairs]) for task in tasks]
         lines.append(f"| {kind}: `{mtl}` less `equal` | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    return lines
 
 
 def with_interval(values: list[float]) -> str:
@@ -186,7 +196,7 @@ def write_rows(folder: Path) -> None:
 
 
 def overhead_fraction(folder: Path, steps: int = 40) -> float:
-    """Of a run of PPO with groups of one completion, on the demo's task; the median of its steps after the fifth."""
+    """Median of the steps after the fifth, in a run of PPO with groups of one completion, on the demo's task."""
     setup = ROOT / "benchmarks" / "setups" / "ppo_of_ones.py"
     command = [sys.executable, "-m", "async_grpo.cli", "train", str(setup), "-n", "1", "--steps", str(steps)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -230,12 +240,24 @@ def costs() -> list[Row]:
     ]
 
 
+def page(rows: Iterable[Row], accuracy: Sequence[str], busy: float) -> str:
+    """What the documentation has.
+
+    Args:
+        accuracy: the lines of its table.
+        busy: load of the machine before the costs were measured.
+    """
+    head = f"{machine_line(describe_machine())}; load {busy:.1f} before"
+    return "\n".join([head, "", as_markdown(rows), "", *accuracy])
+
+
 def _ratios(pairs: list[tuple[float, float]]) -> list[float]:
     return [one / other for one, other in pairs]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("costs", "accuracy"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--update-docs", action="store_true")
@@ -245,16 +267,27 @@ def main() -> None:
         what, of = options.child
         print(json.dumps(CHILDREN[what](of)))
         return
-    busy = os.getloadavg()[0]
-    rows = costs()
-    print(as_text(rows), flush=True)
-    table = accuracy_table(accuracies(options.seeds))
-    print(table)
-    text = f"{machine_line(describe_machine())}; load {busy:.1f} before\n\n{as_markdown(rows)}\n\n{table}"
+    if options.only and not options.json:
+        parser.error("--only takes the other part from --json FILE")
+    before = json.loads(options.json.read_text()) if options.only else {"rows": []}
+    rows = {one["name"]: Row(**one) for one in before["rows"]}
+    if options.only == "accuracy":
+        busy = before["load_before"]
+    else:
+        busy, measured = os.getloadavg()[0], costs()
+        rows |= {one.name: one for one in measured}
+        print(as_text(measured), flush=True)
+    if options.only == "costs":
+        accuracy = before["accuracy"]
+    else:
+        reached, measured = accuracies(options.seeds)
+        rows |= {one.name: one for one in measured}
+        accuracy = accuracy_table(reached)
+        print(as_text(measured), *accuracy, sep="\n")
     if options.json:
-        write_json(options.json, rows, load_before=[busy], text=text)
+        write_json(options.json, rows.values(), load_before=busy, accuracy=accuracy)
     if options.update_docs:
-        update_docs("tasks", text)
+        update_docs("tasks", page(rows.values(), accuracy, busy))
 
 
 if __name__ == "__main__":
