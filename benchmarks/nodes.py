@@ -92,7 +92,7 @@ class StandIn:
 
 
 class NoWeights(PublishedVersions):
-    """The versions of a server whose weights are not measured."""
+    """One version of a server whose weights are not measured: a node has it at once, and asks no more."""
 
     def __init__(self) -> None: ...
 
@@ -100,7 +100,7 @@ class NoWeights(PublishedVersions):
         return 0
 
     def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
-        return iter(())
+        yield WeightsPiece({"kind": "bare"}, b"", 0)
 
 
 def stand_ins(cluster: Cluster, folder: Path) -> list[RayNode]:
