@@ -44,7 +44,7 @@ from async_grpo_experiments.guidance.divergence import divergence_of_policy
 from async_grpo_experiments.guidance.head import HeadRecord, ValueHead
 from async_grpo_experiments.guidance.offsets import offsets
 from async_grpo_experiments.guidance.processor import Guidance
-from async_grpo_experiments.worlds.enumerable import Enumerable, Steps, sample, values_of
+from async_grpo_experiments.worlds.enumerable import Enumerable, Steps, numbers_of, sample, values_of
 from async_grpo_experiments.worlds.sampler import CutSampler
 from async_grpo_experiments.worlds.sentiment import (
     sentiment_reward,
@@ -162,7 +162,7 @@ def kl(quick: bool, folder: Path) -> Iterator[Row]:
     held = 0
     for seed in range(100):
         tokens_NT = sample(policy, np.random.default_rng(seed), 200)
-        numbers = [tokens_NT[:, :t] @ 8 ** np.arange(t)[::-1] for t in range(tokens_NT.shape[1])]
+        numbers = [numbers_of(tokens_NT[:, :t]) for t in range(tokens_NT.shape[1])]
         sums_N = sum(step[number] for step, number in zip(steps, numbers, strict=True))
         found = mean_with_interval(sums_N.tolist(), (0.0, float("inf")))
         held += found.low is not None and found.high is not None and found.low <= truth <= found.high
@@ -426,13 +426,12 @@ def module_of(path: Path) -> Any:
 
 def silently(rows: Iterator[Row]) -> Iterator[Row]:
     """The rows, without what trainers print."""
-    end = object()
     while True:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):  # noqa: PTH123
-            one = next(rows, end)
-        if one is end:
+        with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+            one = next(rows, None)
+        if one is None:
             return
-        yield one  # type: ignore[misc]
+        yield one
 
 
 def table(rows: Sequence[Row]) -> str:

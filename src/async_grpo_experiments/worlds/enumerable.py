@@ -149,9 +149,9 @@ class Enumerable:
         return found
 
 
-def all_sequences() -> NDArray[np.int64]:
-    """The tokens of every sequence, [32768, 5]."""
-    return np.stack(np.unravel_index(np.arange(SEQUENCES), (TOKENS,) * LENGTH), axis=1)
+def all_sequences(length: int = LENGTH) -> NDArray[np.int64]:
+    """The tokens of every sequence of this length, in the order of their numbers: [8^length, length]."""
+    return np.indices((TOKENS,) * length).reshape(length, TOKENS**length).T
 
 
 def numbers_of(tokens_NT: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -214,7 +214,7 @@ def _at_all_prefixes(evaluate: Callable[[Any], Any], prompt: tuple[int, ...], le
     """The logits of the prompt and every prefix of this length, [N, T, …]; N is 8^length."""
     import torch
 
-    tokens_NT = np.stack(np.unravel_index(np.arange(TOKENS**length), (TOKENS,) * length), axis=1)
+    tokens_NT = all_sequences(length)
     ids_NT = torch.tensor(np.column_stack([np.tile(prompt, (len(tokens_NT), 1)), tokens_NT]))
     with torch.no_grad():
         found: Floats = torch.cat([evaluate(part).double() for part in torch.split(ids_NT, ROWS)]).numpy()

@@ -70,8 +70,8 @@ class Decoded:
         """What the engine samples the next token from, behind every prefix."""
         steps = []
         for t in range(LENGTH):
-            prefixes = np.stack(np.unravel_index(np.arange(TOKENS**t), (TOKENS,) * t), axis=1) if t else [()]
-            [sampled] = run(self.engine, [group([[*PROMPT, *map(int, prefix)] for prefix in prefixes], max_tokens=1)])
+            prefixes = all_sequences(t).tolist()
+            [sampled] = run(self.engine, [group([[*PROMPT, *prefix] for prefix in prefixes], max_tokens=1)])
             assert sampled.error is None
             steps.append(log_softmax(self.guidance.scores[:, :TOKENS].double().numpy(), -1))
         return steps
