@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,14 +67,14 @@ def load(
         made: of a set that is made here, such as `branches`, `length` and `seed`.
 
     Raises:
-        UsageError: there is no set of this name, or it has no rows.
+        UsageError: there is no set of this name, it has no rows, or it is not made by such keys.
     """
     if name in _HUB:
         if made:
             raise UsageError(f"{name} takes no {', '.join(made)}: it is read, not made.")
         problems = _of_hub(_HUB[name], path, split, max_examples)
     elif name in _MADE and path is None:
-        problems = _MADE[name](1_000 if max_examples is None else max_examples, **made)
+        problems = _made(name, 1_000 if max_examples is None else max_examples, made)
     else:
         why = "is made here, and takes no path" if name in _MADE else "is not the name of a set of problems"
         raise UsageError(f"{name} {why}. The names are {', '.join(NAMES)}.")
@@ -83,6 +84,14 @@ def load(
         return problems
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in problems.rows]
     return ProblemSet(rows, problems.reward)
+
+
+def _made(name: str, count: int, keys: Mapping[str, Any]) -> ProblemSet:
+    make = _MADE[name]
+    known = [key.name for key in signature(make).parameters.values() if key.kind is Parameter.KEYWORD_ONLY]
+    if unknown := [key for key in keys if key not in known]:
+        raise UsageError(f"{name} is not made by {', '.join(unknown)}. Its keys are {', '.join(known)}.")
+    return make(count, **keys)
 
 
 def _of_hub(source: _Hub, path: str | Path | None, split: str, most: int | None) -> ProblemSet:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from async_grpo.errors import UsageError
 from async_grpo_experiments.worlds.tiny import words_tokenizer
 
 
@@ -48,10 +49,16 @@ def text_of(path: Sequence[int]) -> str:
 
 
 def star_graphs(branches: int, length: int, count: int, *, nodes: int = 12, seed: int = 0) -> Iterator[StarGraph]:
-    """Random graphs G(branches, length), whose nodes have names below `nodes`."""
+    """Random graphs G(branches, length), whose nodes have names below `nodes`. `UsageError`: those are too few."""
+    needed = 1 + branches * (length - 1)
+    if needed > nodes:
+        raise UsageError(
+            f"{branches} branches of {length} nodes need {needed} names, and there are {nodes}: set branches or length "
+            "lower."
+        )
     rng = np.random.default_rng(seed)
     for _ in range(count):
-        names = rng.permutation(nodes)[: 1 + branches * (length - 1)].tolist()
+        names = rng.permutation(nodes)[:needed].tolist()
         paths = [(names[0], *names[1 + b * (length - 1) : 1 + (b + 1) * (length - 1)]) for b in range(branches)]
         edges = [edge for path in paths for edge in itertools.pairwise(path)]
         order = rng.permutation(len(edges)).tolist()

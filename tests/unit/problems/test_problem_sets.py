@@ -46,6 +46,8 @@ def test_where_a_reward_model_scores_there_is_no_function(tmp_path: Path) -> Non
         ("GSM", {}, "GSM is not the name .* GSM8K, MATH, AIME, TLDR, sums, star, sentiment"),
         ("sums", {"path": "x"}, "sums is made here, and takes no path"),
         ("GSM8K", {"seed": 1}, "GSM8K takes no seed"),
+        ("sums", {"branches": 2}, "sums is not made by branches. Its keys are below, seed"),
+        ("star", {"branches": 6}, "6 branches of 3 nodes need 13 names, and there are 12"),
     ],
 )
 def test_what_cannot_be_loaded_says_why(name: str, how: dict[str, Any], words: str) -> None:
