@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +9,16 @@ import numpy as np
 import pytest
 
 from async_grpo.evals.asking import SampleRequest
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut, Plan
 from async_grpo_experiments.cut_plans import requests_of
-
-
-@dataclass(frozen=True)
-class ToContinue:
-    problem: int
-    prefix: tuple[int, ...] = ()
-    count: int = 1
-    greedy: bool = False
-    guided: bool = False
 
 
 def test_cuts_become_requests_and_groups_become_answers() -> None:
     seen: list[Any] = []
 
-    def plan(problems: int) -> Generator[Sequence[ToContinue], Sequence[Any], None]:
-        seen.append((yield [ToContinue(problem, greedy=True, guided=True) for problem in range(problems)]))
-        seen.append((yield [ToContinue(1, prefix=(5, 6), count=2)]))
+    def plan(problems: int) -> Plan:
+        seen.append((yield [Cut(problem=problem, greedy=True, guided=True) for problem in range(problems)]))
+        seen.append((yield [Cut(problem=1, prefix=(5, 6), count=2)]))
 
     def group(*completions: list[int]) -> Any:
         return SimpleNamespace(
@@ -38,7 +28,7 @@ def test_cuts_become_requests_and_groups_become_answers() -> None:
             rewards=np.array([[0.25, 0.5]] * len(completions), np.float32),
         )
 
-    asked = requests_of(plan, dict, unguided={"eta": 0.0})(2)
+    asked = requests_of(plan, unguided={"eta": 0.0})(2)
     greedy = {"temperature": 0.0}
     assert next(asked) == [SampleRequest(problem=0, sampling=greedy), SampleRequest(problem=1, sampling=greedy)]
     second = asked.send([None, group([5, 6, 7])])
@@ -46,6 +36,6 @@ def test_cuts_become_requests_and_groups_become_answers() -> None:
     with pytest.raises(StopIteration):
         asked.send([group([5, 6, 7, 8], [5, 6, 9])])
     first, last = seen
-    cut = ToContinue(1, greedy=True, guided=True)
-    assert first == [{"cut": cut, "prompt": (1, 2), "completions": ((5, 6, 7),), "rewards": (0.75,)}]
-    assert last[0]["completions"] == ((7, 8), (9,)) and last[0]["rewards"] == (0.75, 0.75)
+    cut = Cut(problem=1, greedy=True, guided=True)
+    assert first == [Continuations(cut=cut, prompt=(1, 2), completions=((5, 6, 7),), rewards=(0.75,))]
+    assert last[0].completions == ((7, 8), (9,)) and last[0].rewards == (0.75, 0.75)
