@@ -33,6 +33,7 @@ from async_grpo_experiments.algorithms.rows import (
     preference,
     row_of,
     some,
+    values_by_prompt,
 )
 from async_grpo_experiments.guidance.offsets import check_mode
 
@@ -79,23 +80,16 @@ class PITA:
         Prompts all of whose rewards are equal are dropped and counted.
         """
         rng = np.random.default_rng(self.settings.seed)
-        pairs = list(pairs_of(continuations))
-        varied = [prompt for prompt, rewards in self._rewards(continuations).items() if len(rewards) > 1]
+        rewards = values_by_prompt(continuations, [preferable(found, self.settings) for found in continuations])
         items: list[LabelledRow] = []
-        for group, (greedy, sampled) in enumerate(pairs):
+        for group, (greedy, sampled) in enumerate(pairs_of(continuations)):
             worse, better = (preferable(found, self.settings)[0] for found in (greedy, sampled))
             chance = preference(self.settings, better, worse, rng)
             labels = [(sampled, chance), (greedy, 1 - chance)][: 2 if self.settings.label == "both" else 1]
             labels.sort(key=lambda one: -one[1])
-            items += [row_of(found, group, label) for found, label in labels if found.prompt in varied]
-        prompts = len({found.prompt for found in continuations})
-        return some(items, dropped=prompts - len(varied), of=prompts, what="problem")
-
-    def _rewards(self, continuations: Sequence[Continuations]) -> dict[tuple[int, ...], set[float]]:
-        found: dict[tuple[int, ...], set[float]] = {}
-        for one in continuations:
-            found.setdefault(one.prompt, set()).update(preferable(one, self.settings))
-        return found
+            items += [row_of(found, group, label) for found, label in labels if len(rewards[found.prompt]) > 1]
+        single = sum(len(found) == 1 for found in rewards.values())
+        return some(items, dropped=single, of=len(rewards), what="problem")
 
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train on the rows of all rounds so far, from the head of the round before."""

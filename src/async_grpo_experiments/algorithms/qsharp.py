@@ -13,7 +13,7 @@ from typing import Any
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.heads import check_returns, train_head
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut, HeadSettings, Plan, Trained
-from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, row_of, some
+from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, row_of, some, values_by_prompt
 from async_grpo_experiments.guidance.offsets import check_mode
 
 
@@ -66,9 +66,7 @@ def plan_of_values(settings: HeadSettings, problems: int, round_number: int) -> 
 
 def labelled(continuations: Sequence[Continuations], labels: Sequence[Sequence[float]]) -> Rows:
     """A row a continuation, in groups of one cut; prompts that have one label alone are dropped and counted."""
-    of_prompt: dict[tuple[int, ...], set[float]] = {}
-    for found, own in zip(continuations, labels, strict=True):
-        of_prompt.setdefault(found.prompt, set()).update(own)
+    of_prompt = values_by_prompt(continuations, labels)
     items = [
         row_of(found, group, label, index)
         for group, (found, own) in enumerate(zip(continuations, labels, strict=True))

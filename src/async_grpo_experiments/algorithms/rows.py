@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -134,10 +135,10 @@ def pairs_plan(settings: PreferenceSettings, problems: int, round_number: int) -
 
 
 def pairs_of(continuations: Sequence[Continuations]) -> Iterator[tuple[Continuations, Continuations]]:
-    """The greedy and the sampled answer to each cut of `pairs_plan`."""
-    for greedy, sampled in zip(continuations[::2], continuations[1::2], strict=True):
-        assert greedy.cut.greedy and not sampled.cut.greedy and greedy.cut.prefix == sampled.cut.prefix
-        yield greedy, sampled
+    """The greedy and the sampled answer to each cut of `pairs_plan`, where neither has failed."""
+    for greedy, sampled in pairwise(continuations):
+        if not sampled.cut.greedy and greedy.cut == replace(sampled.cut, greedy=True):
+            yield greedy, sampled
 
 
 def preferable(found: Continuations, settings: PreferenceSettings) -> tuple[float, ...]:
@@ -168,15 +169,26 @@ def row_of(found: Continuations, group: int, label: float, index: int = 0) -> La
     )
 
 
-def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceSettings, round_number: int = 1) -> Rows:
+def values_by_prompt(
+    continuations: Sequence[Continuations], values: Iterable[Sequence[float]]
+) -> dict[tuple[int, ...], set[float]]:
+    """The different values that the completions of each prompt have: a prompt with one teaches nothing."""
+    found: dict[tuple[int, ...], set[float]] = {}
+    for one, own in zip(continuations, values, strict=True):
+        found.setdefault(one.prompt, set()).update(own)
+    return found
+
+
+def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceSettings) -> Rows:
     """A pair of each cut's best and worst continuation; which one is chosen goes by `preference`."""
     items: list[LabelledRow] = []
+    draws: dict[int, np.random.Generator] = {}  # by problem: another one that fails changes nothing of it
     for found in continuations:
         rewards = preferable(found, settings)
         if (low := min(rewards)) == (high := max(rewards)):
             continue
         best, worst = rewards.index(high), rewards.index(low)
-        rng = np.random.default_rng([settings.seed, found.cut.problem])
+        rng = draws.setdefault(found.cut.problem, np.random.default_rng([settings.seed, found.cut.problem]))
         if settings.bradley_terry_sampling and preference(settings, high, low, rng) < 0.5:
             best, worst = worst, best
         items += [row_of(found, len(items) // 2, 1.0, best), row_of(found, len(items) // 2, 0.0, worst)]

@@ -51,6 +51,14 @@ def test_a_plan_of_pairs_cuts_each_roll_in_and_answers_it_greedily_and_sampled()
     assert waves == [waves[0], next_wave(waves[0])], "the same seed cuts at the same places"
 
 
+def test_a_pair_of_which_one_has_failed_is_left_out() -> None:
+    whole = collect(pairs_plan(PAIRS, 2, 1), answer)
+    pairs = list(pairs_of(whole))
+    for failed in range(len(whole)):
+        left = list(pairs_of(whole[:failed] + whole[failed + 1 :]))
+        assert left == pairs[: failed // 2] + pairs[failed // 2 + 1 :]
+
+
 def next_wave(first: list[Cut]) -> list[Cut]:
     plan = pairs_plan(PAIRS, 2, 2)
     next(plan)
@@ -92,6 +100,13 @@ def test_best_and_worst_of_each_group_are_a_pair_and_ties_are_counted() -> None:
     assert rows.dropped == 1
     with pytest.raises(UsageError, match="nothing to learn: each of the 1 pair has one reward"):
         best_and_worst([group(1, 1.0, 1.0)], certain)
+
+
+def test_each_cut_of_a_problem_has_a_draw_of_its_own() -> None:
+    cuts = [Cut(problem=0, prefix=(place,)) for place in range(400)]
+    found = [Continuations(cut=cut, prompt=(9,), completions=((1,), (2,)), rewards=(1.0, 0.0)) for cut in cuts]
+    chosen = [row.continuation == (1,) for row in best_and_worst(found, PAIRS).items if row.label == 1]
+    assert np.mean(chosen) == pytest.approx(0.731, abs=0.07)
 
 
 def test_rows_are_what_their_file_holds(tmp_path: Path) -> None:
