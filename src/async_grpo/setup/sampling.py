@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import HF, VLLM
+from async_grpo.setup.trl_compat import is_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,7 +201,7 @@ def _check_guided(trainer: Any, generator: str | None) -> None:
     turns = {name: getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")}
     if found := [name for name, value in turns.items() if value]:
         raise UnsupportedError(f"{found[0]} with guidance: it is for a single turn. Leave one of them out.")
-    if hasattr(trainer.model, "peft_config"):
+    if is_adapter(trainer.model):
         raise UnsupportedError("An adapter with guidance: a head is of a model's own weights. Merge the adapter.")
     changed = [one for one in effective_sampling(trainer, HF).departures() if not one.startswith("temperature=")]
     if changed:

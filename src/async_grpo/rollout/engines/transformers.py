@@ -86,10 +86,12 @@ class TransformersEngine(BatchEngine):
         input_ids = pad_left(prompts, padding_value=self._pad_token_id).to(self._model.device)
         attention_mask = pad_left([torch.ones_like(prompt) for prompt in prompts]).to(self._model.device)
         sizes = [len(group.prompt_ids) for group in groups]
-        config, lengths = self._config, [self._config.max_new_tokens] * len(groups)
-        if any(group.job.sampling for group in groups):  # alike, but for the lengths
-            lengths = [group.job.sampling.get("max_tokens", config.max_new_tokens) for group in groups]
-            config = _with_own_settings(config, {**groups[0].job.sampling, "max_tokens": max(lengths)})
+        own = groups[0].job.sampling  # those of the others, but for the lengths
+        lengths = [group.job.sampling.get("max_tokens", self._config.max_new_tokens) for group in groups]
+        own_lengths = len({*lengths}) > 1
+        if own_lengths:
+            own = {**own, "max_tokens": max(lengths)}
+        config = _with_own_settings(self._config, own) if own else self._config
         with_images = any(group.fields for group in groups)
         vision = VisionInputs(groups, input_ids.shape[1], input_ids.device) if with_images else None
         with_settings = partial(
@@ -97,7 +99,7 @@ class TransformersEngine(BatchEngine):
             temperature=self._loss_temperature,
             pad_token_id=self._pad_token_id,
             group_sizes=sizes,
-            most_tokens=lengths if len({*lengths}) > 1 else None,
+            most_tokens=lengths if own_lengths else None,
             vision=vision,
         )
 
@@ -111,7 +113,7 @@ class TransformersEngine(BatchEngine):
                 attention_mask=attention_mask,
                 generation_config=config,
                 custom_generate=prepared_loop,
-                logits_processor=self._processors(groups[0].job.sampling, config, attention_mask),
+                logits_processor=self._processors(own, config, attention_mask),
                 stopping_criteria=self._stopping,
                 **({} if vision is None else vision.small()),
             )
