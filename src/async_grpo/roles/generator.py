@@ -122,7 +122,7 @@ class _Wave:
         )
 
     def sampled(self) -> list[AnsweredRequest]:
-        """The groups, each with where it belongs. Those that failed are told."""
+        """The groups, each with where it belongs. The log has what failed."""
         for index, reason in list(self.asking.failed.items())[:3]:
             logger.warning("problem {} could not be sampled: {}", self._requests[index].problem, reason)
         if failed := len(self.asking.failed):

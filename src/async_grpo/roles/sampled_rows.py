@@ -1,4 +1,4 @@
-"""AnsweredRequest groups as rows of token ids, in a folder that `datasets.load_from_disk` opens."""
+"""Sampled groups as rows of token ids, in a folder that `datasets.load_from_disk` opens."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class GRPO:
     def train(self, rows: Rows = NO_ROWS, start: Path | None = None, *, out: Path) -> Trained:
         """Run `async-grpo train` on the model of the round before, and save the model in `out/model`.
 
-        A run that was interrupted in `out` goes on. `Trained.seconds` are from the first to the last step.
+        A run that was interrupted in `out` is continued. `Trained.seconds` are from the first to the last step.
         """
         if (out / "model").exists():
             raise UsageError(f"{out / 'model'} holds what another training left: name another folder, or move it away.")

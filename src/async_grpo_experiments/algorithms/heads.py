@@ -84,8 +84,8 @@ def _head(settings: HeadSettings, start: Path | None, kind: str, beta: float) ->
     for name in (field.name for field in fields(record) if field.name not in ("weights_hash", "tokenizer", "model")):
         if before[name] != now[name]:
             raise UsageError(
-                f"The head in {start} has {name} {before[name]}, and this training {now[name]}: a round goes on as "
-                "the one before it, or begins without a head."
+                f"The head in {start} has {name} {before[name]}, and this training {now[name]}: a round has what "
+                "the one before it had, or begins without a head."
             )
     return head
 

@@ -1,7 +1,7 @@
 """A proxy reward model, trained on pairs by TRL's `RewardTrainer`, with the bounds that scale its scores to [0, 1].
 
-A proxy is a folder: the model, and `proxy.json` with the bounds. It is trained once; whatever it scores later is
-clipped to the bounds, and counted.
+A proxy is a folder: the model, and `proxy.json` with the bounds. It is trained once; later scores are clipped to
+the bounds, and counted.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class StageError(AsyncGRPOError):
 
 
 class SampledAnswers:
-    """SampledAnswers the cuts of a plan with the rows that `async-grpo generate` has sampled by the same plan."""
+    """Answers the cuts of a plan with the rows that `async-grpo generate` has sampled by the same plan."""
 
     def __init__(self, folder: Path) -> None:
         from datasets import load_from_disk
@@ -259,7 +259,7 @@ class SampledAnswers:
         self._wave = -1
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
-        """Those of the next wave. A cut that failed has none."""
+        """Continuations of the cuts of the next wave. A cut that failed has none."""
         self._wave += 1
         before: dict[int, int] = {}
         found = []

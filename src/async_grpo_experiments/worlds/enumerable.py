@@ -118,7 +118,7 @@ class Enumerable:
         """P(b ≻ a) by prefix, as PITA's head learns it without error: a the greedy path, b sampled from a cut of it.
 
         Args:
-            both: the greedy one of a pair is labelled, too, with 1 − P; cuts are uniform over its places.
+            both: the greedy one of a pair is labelled as well, with 1 − P; cuts are uniform over its places.
         """
         path = sample(self.reference, np.random.default_rng(0), 1, greedy=True)
         ends = 1 / (1 + np.exp(-beta * (self.rewards - self.rewards[numbers_of(path)])))
