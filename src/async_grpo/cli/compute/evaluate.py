@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
+from async_grpo.cli.compute import answers
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, printable
-from async_grpo.launch.devices import choose_weights, plan_devices
-from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.run_options import recall
 from async_grpo.rundir.shape import shaped
-from async_grpo.settings import LaunchSettings, TrainingSettings, as_sets, etas, positive
-from async_grpo.setup.generated.trl_arguments import setup_file
+from async_grpo.settings import LaunchSettings, TrainingSettings, etas, positive
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -44,7 +41,6 @@ SUCCESS_IN_WORDS = (  # where `Evaluated.knows_success` is false
     "success: a total reward of at least {:g}, as no reward function has a success_threshold and not all rewards are 0 "
     "or 1"
 )
-_CONFIGS = ("config.json", "adapter_config.json")  # one is in each folder that has weights
 _SAMPLED_WITH = ("seed", *EVAL_SETTINGS)
 
 
@@ -52,7 +48,7 @@ def build_parser() -> Parser:
     parser = options.parser(
         "evaluate", "Answer the setup file's eval_dataset with the weights of a checkpoint, on workers.", EXAMPLES
     )
-    parser.add_argument("model", help="a checkpoint's folder, an adapter's, a model of the hub, or RUN_DIR@N")
+    answers.add_model(parser)
     parser.add_argument("--against", metavar="OTHER", help="evaluate this one too, and tell the paired difference")
     options.add_config(parser)
     parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: evaluation/")
@@ -67,98 +63,28 @@ def build_parser() -> Parser:
         help="strengths of guidance, one evaluation each, e.g. 0.1,0.2,off: in units of the reward; off: the reference "
         "(default: the setup file's)",
     )
-    options.add_worker_options(parser)
-    unfinished = parser.add_mutually_exclusive_group()
-    options.add_settings(unfinished, TrainingSettings, "resume")
-    unfinished.add_argument("--overwrite", action="store_true", help="delete the unfinished evaluation in --run-dir")
-    options.add_log_level_option(parser)
+    answers.add_ending_options(parser, "evaluation")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import launch
-    from async_grpo.setup.setup_file import check_setup_file
 
-    if (begun := options.run_to_resume(args)) is not None:
-        args = recalled(args, begun, _SAMPLED_WITH)
-    args.config = setup_file(args.config)
-    check_setup_file(args.config)
+    args, begun = answers.checked(args, _SAMPLED_WITH)
     options.gathered(TrainingSettings, args).evaluated_ks()
     _check_json(args.json)
-    refuse_training_run(args)
     if begun is not None:
-        refuse_other_values(args, begun)
-    refuse_no_workers(args)
-    master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
-    plan = options.planned(
-        args,
-        etas=args.eval_eta or (() if begun is None else begun.plan.etas),
-        models=tuple(map(place, (args.model, *([args.against] if args.against else [])))),
-        master_device=master,
-        worker_devices=workers,
-        weights=choose_weights("auto", master, workers, args.server_devices),
-    )
+        answers.refuse_other_values(args, begun)
+    models = (args.model, *([args.against] if args.against else []))
+    plan = answers.planned(args, models, etas=args.eval_eta or (() if begun is None else begun.plan.etas))
     code = launch(args.run_dir.absolute(), plan)
     return code or _tell(args, ways=len(plan.etas) or 1)
-
-
-def refuse_training_run(args: argparse.Namespace) -> None:
-    """Raise `UsageError` where `--resume` or `--overwrite` would touch a training run."""
-    if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
-        raise UsageError(
-            f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
-        )
 
 
 def _check_json(file: Path | None) -> None:
     """Before the evaluation, not after it."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise UsageError(f"--json {file} cannot be written: give a file in a folder that exists.")
-
-
-def refuse_no_workers(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for zero workers: an evaluation, and a generation, have those of this machine only."""
-    if args.num_workers == 0:
-        raise UsageError("--num-workers 0 leaves nobody to answer. Give it a number of at least 1.")
-
-
-def refuse_other_values(args: argparse.Namespace, state: RunState) -> None:
-    """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
-    if (begun_with := state.plan.training.set or {}) == (args.set or {}):
-        return
-    flags = printable(shlex.join(as_sets(begun_with)))
-    begun = f"with {flags}" if flags else "without --set"
-    raise UsageError(
-        f"The run in {args.run_dir} was begun {begun}, and its answers are used again. "
-        "Give the same values with --resume, or choose another --run-dir."
-    )
-
-
-def recalled(args: argparse.Namespace, state: RunState, sampled_with: Sequence[str]) -> argparse.Namespace:
-    """With `--resume`, how answers are sampled is as the run was begun, where the command line says nothing."""
-    found = recall(state, options.given(args), sampled_with)
-    for change in found.changes:
-        print(printable(f"resuming the run in {args.run_dir}: {change}"))
-    return argparse.Namespace(**{**vars(args), **found.options})
-
-
-def place(model: str) -> str:
-    """Make a folder's path absolute, as the server may run elsewhere; anything else is a name of the hub."""
-    from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.places import chain_folder, named_version, require_version
-
-    if (named := named_version(model)) is not None:
-        require_version(named)
-        return f"{named.folder}@{named.version}"
-    path = Path(model).expanduser()
-    if not path.exists() and (path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
-        raise UsageError(f"There is no folder {model}, and it is no name of a model of the hub either.")
-    if not any((path / name).exists() for name in _CONFIGS) and RunDir(path).read_state() is not None:
-        newest = max(Chain(chain_folder(path)).versions)
-        raise UsageError(
-            f"{model} is a run directory. Name one of the versions that it kept, such as {model}@{newest}."
-        )
-    return str(path.absolute()) if path.exists() else model
 
 
 def _tell(args: argparse.Namespace, ways: int) -> int:

@@ -7,21 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.cli.compute.evaluate import (
-    place,
-    recalled,
-    refuse_no_workers,
-    refuse_other_values,
-    refuse_training_run,
-)
+from async_grpo.cli.compute import answers
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
-from async_grpo.launch.devices import choose_weights, plan_devices
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.rundir.plan import SampledRows
 from async_grpo.settings import LaunchSettings, TrainingSettings, positive
-from async_grpo.setup.generated.trl_arguments import setup_file
 
 EXAMPLES = """\
   async-grpo generate outputs/run/checkpoint-100 --config my_trainer.py -n 2 --out samples
@@ -40,7 +32,7 @@ def build_parser() -> Parser:
         "them as rows.",
         EXAMPLES,
     )
-    parser.add_argument("model", help="a checkpoint's folder, an adapter's, a model of the hub, or RUN_DIR@N")
+    answers.add_model(parser)
     options.add_config(parser)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the rows, for datasets.load_from_disk (default: samples/)"
@@ -51,40 +43,21 @@ def build_parser() -> Parser:
     parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: generation/")
     options.add_settings(parser, LaunchSettings, *options.PROCESSES)
     options.add_settings(parser, TrainingSettings, "seed", "set", "deterministic", "max_attempts", "stall_warning")
-    options.add_worker_options(parser)
-    unfinished = parser.add_mutually_exclusive_group()
-    options.add_settings(unfinished, TrainingSettings, "resume")
-    unfinished.add_argument("--overwrite", action="store_true", help="delete the unfinished generation in --run-dir")
-    options.add_log_level_option(parser)
+    answers.add_ending_options(parser, "generation")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import launch
-    from async_grpo.setup.setup_file import check_setup_file
 
-    begun = options.run_to_resume(args)
-    if begun is not None:
-        args = recalled(args, begun, _SAMPLED_WITH)
-    args.config = setup_file(args.config)
-    check_setup_file(args.config)
-    refuse_training_run(args)
+    args, begun = answers.checked(args, _SAMPLED_WITH)
     rows = SampledRows((args.out or Path("samples")).absolute(), args.samples)
     if begun is not None:
         rows = _as_begun(args, begun)
-        refuse_other_values(args, begun)
+        answers.refuse_other_values(args, begun)
     elif rows.out.exists():
         raise UsageError(f"{rows.out} exists. Choose another --out, or move it away.")
-    refuse_no_workers(args)
-    master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
-    plan = options.planned(
-        args,
-        models=(place(args.model),),
-        rows=rows,
-        master_device=master,
-        worker_devices=workers,
-        weights=choose_weights("auto", master, workers, args.server_devices),
-    )
+    plan = answers.planned(args, (args.model,), rows=rows)
     code = launch(args.run_dir.absolute(), plan)
     if code == 0:
         _tell(RunDir(args.run_dir), rows.out)

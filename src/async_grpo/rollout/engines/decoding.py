@@ -7,8 +7,8 @@ It gives the results of transformers' own loop, and differs from it in four thin
 * The completions of one prompt share its prefill.
 * Keys and values are written into a buffer that has room, instead of being copied for every token.
 
-A logits processor sees all rows, as from `generate`. One that has a method `keep(rows_b)` gets there the rows that stay,
-and sees only these from then on. One that has an attribute `divergences_b` says there how far the last token's
+A logits processor sees all rows, as from `generate`. One that has a method `keep(rows_b)` gets there the rows that
+stay, and sees only these from then on. One that has an attribute `divergences_b` says there how far the last token's
 distribution is from the one without it, in nats; None: it does not.
 
 Shapes: B rows were asked for, b of them are still decoded; P prompt tokens, V the vocabulary.

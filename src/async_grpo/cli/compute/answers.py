@@ -1,0 +1,123 @@
+"""What `evaluate` and `generate` share, whose workers answer with given weights: options, and the plan of the run."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from async_grpo.cli import options
+from async_grpo.cli.parser import Parser
+from async_grpo.errors import UsageError
+from async_grpo.formatting import printable
+from async_grpo.launch.devices import choose_weights, plan_devices
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_options import recall
+from async_grpo.settings import TrainingSettings, as_sets
+from async_grpo.setup.generated.trl_arguments import setup_file
+
+_CONFIGS = ("config.json", "adapter_config.json")  # one is in each folder that has weights
+
+
+def add_model(parser: Parser) -> None:
+    parser.add_argument("model", help="a checkpoint's folder, an adapter's, a model of the hub, or RUN_DIR@N")
+
+
+def add_ending_options(parser: Parser, what: str) -> None:
+    """Add the options of workers, of an unfinished run (`what`: such as "generation") and of the log."""
+    options.add_worker_options(parser)
+    unfinished = parser.add_mutually_exclusive_group()
+    options.add_settings(unfinished, TrainingSettings, "resume")
+    unfinished.add_argument("--overwrite", action="store_true", help=f"delete the unfinished {what} in --run-dir")
+    options.add_log_level_option(parser)
+
+
+def checked(args: argparse.Namespace, sampled_with: Sequence[str]) -> tuple[argparse.Namespace, RunState | None]:
+    """The arguments, and the run that `--resume` continues, whose `sampled_with` they have where they give no other.
+
+    Raises:
+        UsageError: there is no such setup file, or it would touch a training run.
+    """
+    from async_grpo.setup.setup_file import check_setup_file
+
+    begun = options.run_to_resume(args)
+    if begun is not None:
+        args = _recalled(args, begun, sampled_with)
+    args.config = setup_file(args.config)
+    check_setup_file(args.config)
+    _refuse_training_run(args)
+    return args, begun
+
+
+def planned(args: argparse.Namespace, models: Sequence[str], **more: Any) -> RunPlan:
+    """The plan of a run whose workers answer with these models, one after the other.
+
+    Raises:
+        UsageError: a model cannot be found, or there are no workers.
+    """
+    _refuse_no_workers(args)
+    master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
+    return options.planned(
+        args,
+        models=tuple(map(_place, models)),
+        master_device=master,
+        worker_devices=workers,
+        weights=choose_weights("auto", master, workers, args.server_devices),
+        **more,
+    )
+
+
+def refuse_other_values(args: argparse.Namespace, state: RunState) -> None:
+    """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
+    if (begun_with := state.plan.training.set or {}) == (args.set or {}):
+        return
+    flags = printable(shlex.join(as_sets(begun_with)))
+    begun = f"with {flags}" if flags else "without --set"
+    raise UsageError(
+        f"The run in {args.run_dir} was begun {begun}, and its answers are used again. "
+        "Give the same values with --resume, or choose another --run-dir."
+    )
+
+
+def _recalled(args: argparse.Namespace, state: RunState, sampled_with: Sequence[str]) -> argparse.Namespace:
+    """With `--resume`, how answers are sampled is as the run was begun, where the command line says nothing."""
+    found = recall(state, options.given(args), sampled_with)
+    for change in found.changes:
+        print(printable(f"resuming the run in {args.run_dir}: {change}"))
+    return argparse.Namespace(**{**vars(args), **found.options})
+
+
+def _refuse_training_run(args: argparse.Namespace) -> None:
+    """Raise `UsageError` where `--resume` or `--overwrite` would touch a training run."""
+    if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
+        raise UsageError(
+            f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
+        )
+
+
+def _refuse_no_workers(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for zero workers: an evaluation, and a generation, have those of this machine only."""
+    if args.num_workers == 0:
+        raise UsageError("--num-workers 0 leaves nobody to answer. Give it a number of at least 1.")
+
+
+def _place(model: str) -> str:
+    """Make a folder's path absolute, as the server may run elsewhere; anything else is a name of the hub."""
+    from async_grpo.deltas.chain import Chain
+    from async_grpo.deltas.places import chain_folder, named_version, require_version
+
+    if (named := named_version(model)) is not None:
+        require_version(named)
+        return f"{named.folder}@{named.version}"
+    path = Path(model).expanduser()
+    if not path.exists() and (path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
+        raise UsageError(f"There is no folder {model}, and it is no name of a model of the hub either.")
+    if not any((path / name).exists() for name in _CONFIGS) and RunDir(path).read_state() is not None:
+        newest = max(Chain(chain_folder(path)).versions)
+        raise UsageError(
+            f"{model} is a run directory. Name one of the versions that it kept, such as {model}@{newest}."
+        )
+    return str(path.absolute()) if path.exists() else model
