@@ -104,6 +104,7 @@ class _Wave:
         self._problems, self._number, self._requests = problems, number, requests
         self._run_id, self._seed = server.state.run_id, server.trainer.args.seed
         self._longest: int | None = server.trainer.max_completion_length
+        self._samplings = [self._sampling(request) for request in requests]
         before: Counter[int] = Counter()  # requests for the same problem
         self._places: list[int] = []
         for request in requests:
@@ -136,9 +137,6 @@ class _Wave:
     def _job(self, index: int, seq: int) -> Job:
         request = self._requests[index]
         row = self._problems[request.problem]
-        prefix, sampling = request.prefix_ids, request.sampling
-        if prefix and "max_tokens" not in sampling and self._longest is not None:
-            sampling = {**sampling, "max_tokens": self._longest - len(prefix)}
         return Job(
             run_id=self._run_id,
             seq=seq,
@@ -149,7 +147,20 @@ class _Wave:
             born_version=0,
             min_version=0,
             purpose="generate",
-            sampling=sampling,
+            sampling=self._samplings[index],
             task=task_of(row),
-            prefix_ids=prefix,
+            prefix_ids=request.prefix_ids,
         )
+
+    def _sampling(self, request: SampleRequest) -> dict[str, Any]:
+        """Prefix and continuation are together no longer than the setup file lets completions be."""
+        length = len(request.prefix_ids)
+        if not length or "max_tokens" in request.sampling or self._longest is None:
+            return request.sampling
+        if length >= self._longest:
+            raise UsageError(
+                f"Wave {self._number} of the generation_plan continues {length} tokens of problem {request.problem}, "
+                f"and completions have at most {self._longest} (max_completion_length): nothing is left to sample. "
+                "Have the plan cut earlier, or set max_tokens of the request's sampling, then continue with --resume."
+            )
+        return {**request.sampling, "max_tokens": self._longest - length}

@@ -152,9 +152,7 @@ class AlgorithmSettings:
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "batch_size", "micro_batch_size", "epochs", "lr", "grad_clip"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be over 0, got {getattr(self, name)}.")
+        _check_over_0(self, "temperature", "batch_size", "micro_batch_size", "epochs", "lr", "grad_clip")
         if self.batch_size % self.micro_batch_size:
             lower = self.batch_size // self.micro_batch_size * self.micro_batch_size
             near = [str(size) for size in (lower, lower + self.micro_batch_size) if size]
@@ -179,6 +177,10 @@ class PreferenceSettings(AlgorithmSettings):
     bradley_terry_beta: float = 1.0
     bradley_terry_sampling: bool = True
     correctness_bonus: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_over_0(self, "samples_per_example", "bradley_terry_beta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +237,17 @@ class HeadSettings(AlgorithmSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_over_0(self, "samples_per_example")
+        if self.num_atoms < 2:
+            raise UsageError(f"num_atoms must be at least 2, for V_min and V_max, got {self.num_atoms}.")
         if self.V_max <= self.V_min:
             raise UsageError(f"V_max {self.V_max:g} must be over V_min {self.V_min:g}: they bound the reward.")
+
+
+def _check_over_0(settings: AlgorithmSettings, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise UsageError(f"{name} must be over 0, got {getattr(settings, name)}.")
 
 
 _Settings = TypeVar("_Settings", bound=AlgorithmSettings)

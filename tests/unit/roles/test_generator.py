@@ -133,6 +133,19 @@ def test_a_later_wave_continues_what_an_earlier_one_sampled(tmp_path: Path) -> N
     assert of_first == [(0, 0, [0, 0]), (1, 0, [5, 0, 0]), (1, 1, [5, 5, 0, 0])]
 
 
+def test_a_prefix_that_leaves_nothing_to_sample_is_refused(tmp_path: Path) -> None:
+    def plan(problems: int) -> Plan:
+        yield [SampleRequest(problem=0, prefix_ids=(5,) * 9, sampling={"max_tokens": 1})]
+        yield [SampleRequest(problem=0), SampleRequest(problem=2, prefix_ids=(5,) * 9)]
+
+    stage = Stage(tmp_path, plan)
+    with pytest.raises(
+        UsageError, match=r"Wave 1 of the generation_plan continues 9 tokens of problem 2, .* at most 9"
+    ):
+        stage.serve()
+    assert [job.sampling for job in stage.asked] == [{"max_tokens": 1}]
+
+
 def test_a_problem_that_fails_costs_itself_alone(tmp_path: Path, messages: list[str]) -> None:
     whole, stage = Stage(tmp_path / "whole", two_waves), Stage(tmp_path / "stage", two_waves)
     assert whole.serve() and stage.serve(poison=["1+1="])
