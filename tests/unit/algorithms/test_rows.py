@@ -50,6 +50,7 @@ def test_a_plan_of_pairs_cuts_each_roll_in_and_answers_it_greedily_and_sampled()
     assert {len(sampled.cut.prefix) for _, sampled in found} <= set(range(5))
     assert not any(cut.guided for cut in waves[1])
     assert waves == [waves[0], next_wave(waves[0])], "the same seed cuts at the same places"
+    assert next_wave(waves[0], round_number=3) != waves[1], "another round cuts at others"
 
 
 def test_a_pair_of_which_one_has_failed_is_left_out() -> None:
@@ -60,8 +61,8 @@ def test_a_pair_of_which_one_has_failed_is_left_out() -> None:
         assert left == pairs[: failed // 2] + pairs[failed // 2 + 1 :]
 
 
-def next_wave(first: list[Cut]) -> list[Cut]:
-    plan = pairs_plan(PAIRS, 2, 2)
+def next_wave(first: list[Cut], round_number: int = 2) -> list[Cut]:
+    plan = pairs_plan(PAIRS, 2, round_number)
     next(plan)
     return plan.send(answer(first))
 

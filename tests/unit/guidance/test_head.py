@@ -12,6 +12,7 @@ from guided_models import head_of, reference
 
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo_experiments.guidance import Guidance, ValueHead
+from async_grpo_experiments.guidance.identity import weights_digest
 from async_grpo_experiments.guidance.offsets import centred, offsets
 
 
@@ -103,6 +104,10 @@ def test_offsets_are_finite_however_sure_the_head_is(mode: str) -> None:
     corners = torch.tensor([-1e4, 0.0, 1e4])
     logits = torch.cartesian_prod(corners, corners) if mode == "histogram" else corners[:, None]
     assert bool(offsets(mode, logits, eta=1e-3, levels=torch.tensor([0.0, 1.0])).isfinite().all())
+
+
+def test_a_model_has_one_digest_in_bfloat16_and_float32() -> None:
+    assert weights_digest(reference()) == weights_digest(reference().bfloat16()) != weights_digest(reference(seed=1))
 
 
 def test_tokens_without_a_score_count_as_the_worst_scored_one() -> None:

@@ -81,12 +81,13 @@ def test_the_workers_engine_samples_as_generate_of_transformers(model: Any) -> N
         assert one.divergences == [], "greedy decoding has no distribution"
 
 
-def test_a_completions_divergence_is_that_of_its_distributions(model: Any) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_completions_divergence_is_that_of_its_distributions(model: Any, temperature: float) -> None:
     """Against one forward pass of the reference and of the head over each prefix, candidate by candidate."""
-    head = head_of(model)
-    guidance = Guidance(head=head, eta=0.3, top_k=-1)
+    head = head_of(model, temperature=temperature)
+    decoding = engine(model, Guidance(head=head, eta=0.3, top_k=-1), temperature=temperature)
     sampled = sorted(
-        run(engine(model, guidance), [group([prompt] * 3, seq=i, seed=i) for i, prompt in enumerate(PROMPTS)]),
+        run(decoding, [group([prompt] * 3, seq=i, seed=i) for i, prompt in enumerate(PROMPTS)]),
         key=lambda one: one.prepared.job.seq,
     )
     assert {len(tokens.ids) for one in sampled for tokens in one.tokens} != {10}, "some end early"
@@ -96,8 +97,9 @@ def test_a_completions_divergence_is_that_of_its_distributions(model: Any) -> No
             with torch.no_grad():
                 positions = (mask.cumsum(1) - 1).clamp_min(0)
                 logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, -1]
-            [processor] = processors(Guidance(head=head, eta=0.3, top_k=-1, use_cache=False), model, mask)
-            logq, logp = processor(ids, logits).log_softmax(-1), logits.log_softmax(-1)
+            alone = Guidance(head=head, eta=0.3, top_k=-1, use_cache=False)
+            [processor] = processors(alone, model, mask, temperature)
+            logq, logp = ((scores / temperature).log_softmax(-1) for scores in (processor(ids, logits), logits))
             assert found == pytest.approx(float((logq.exp() * (logq - logp)).sum()), abs=1e-4)
 
 

@@ -129,7 +129,7 @@ def test_a_later_wave_continues_what_an_earlier_one_sampled(tmp_path: Path) -> N
         ((5, 5), {"temperature": 0.5, "max_tokens": 7}),
     ], "together no longer than the setup file lets completions be"
     assert len({job.seed for job in stage.asked}) == 12
-    of_first = [(row["wave"], row["request"], row["completion_ids"]) for row in stage.rows() if row["problem"] == 0]
+    of_first = [(row["wave"], row["request"], row["completion_ids"]) for row in stage.rows()[:3]]
     assert of_first == [(0, 0, [0, 0]), (1, 0, [5, 0, 0]), (1, 1, [5, 5, 0, 0])]
 
 
