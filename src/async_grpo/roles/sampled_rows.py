@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.errors import UsageError
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import room_for
 from async_grpo.training.groups import rollout_output
@@ -24,10 +26,11 @@ class AnsweredRequest(NamedTuple):
 
 
 def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: AdvantageRule) -> None:
-    """Write one row a completion, in the order of the dataset; the folder appears whole, in the place of an older one.
+    """Write one row a completion, in the order of the dataset; the folder appears whole.
 
     Raises:
         DiskFullError: there is no room.
+        UsageError: the folder exists and holds other rows.
     """
     from datasets import Dataset, Features, List, Value
     from datasets.utils.logging import disable_progress_bar
@@ -51,10 +54,21 @@ def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: Advantage
     try:
         with room_for(folder):
             Dataset.from_list(rows, features=features).save_to_disk(part)
-            shutil.rmtree(folder, ignore_errors=True)  # of this run, which was resumed
-            part.replace(folder)
+            if not folder.exists():
+                part.replace(folder)
+            elif not _holds_the_rows_of(part, folder):  # else this run wrote them, and was killed then
+                raise UsageError(
+                    f"{folder} has appeared since this generation began, and holds other rows. Move it away, then "
+                    "continue with --resume: what is sampled is kept."
+                )
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _holds_the_rows_of(part: Path, folder: Path) -> bool:
+    names = [path.name for path in part.glob("*.arrow")]
+    same, _, _ = filecmp.cmpfiles(part, folder, names, shallow=False)
+    return same == names
 
 
 def _rows(one: AnsweredRequest, rule: AdvantageRule) -> Iterator[dict[str, Any]]:

@@ -171,6 +171,17 @@ def test_a_resume_asks_for_what_is_left(most: int, tmp_path: Path) -> None:
     assert stage.rows() == whole.rows()
 
 
+def test_rows_that_are_there_already_are_kept_and_others_are_not_replaced(tmp_path: Path) -> None:
+    stage, other = Stage(tmp_path), Stage(tmp_path / "other", samples=3)
+    assert stage.serve() and stage.serve(), "the process was killed when it had written them"
+    rows = stage.rows()
+    other.out, other._plan = stage.out, replace(other._plan, rows=SampledRows(stage.out, 3))
+    with pytest.raises(UsageError, match="has appeared since this generation began, and holds other rows"):
+        other.serve()
+    assert stage.rows() == rows
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "rows", "other"}, "nothing half is left"
+
+
 def test_groups_of_other_requests_are_not_used(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     assert not stage.serve(most=3)
