@@ -23,7 +23,6 @@ from async_grpo_experiments.algorithms.protocols import (
     PreferenceSettings,
     Trained,
 )
-from async_grpo_experiments.algorithms.qsharp import how_to_decode
 from async_grpo_experiments.algorithms.rows import (
     LabelledRow,
     Rows,
@@ -97,4 +96,4 @@ class PITA:
         return train_head(self.settings, rows, start, out, kind="preference", beta=beta)
 
     def guidance(self) -> dict[str, Any]:
-        return how_to_decode(self.settings)
+        return self.settings.guidance.keywords()

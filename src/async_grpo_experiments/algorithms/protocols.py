@@ -215,6 +215,10 @@ class GuidanceSettings:
             return 1 / self.inverse_eta if self.inverse_eta else 0.0
         return 0.2 if self.eta is None else self.eta
 
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of `guided` besides the head."""
+        return {"eta": self.strength, "mode": self.mode, "top_k": self.top_k, "use_cache": self.use_cache}
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(AlgorithmSettings):

@@ -6,7 +6,7 @@ Decoding with it is π*(a|s) ∝ π(a|s)·E_π[exp(z/η) | sa], the optimum of E
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class QSharp:
         return train_head(self.settings, rows, start, out)
 
     def guidance(self) -> dict[str, Any]:
-        return how_to_decode(self.settings)
+        return self.settings.guidance.keywords()
 
 
 def plan_of_values(settings: HeadSettings, problems: int, round_number: int) -> Plan:
@@ -75,9 +75,3 @@ def labelled(continuations: Sequence[Continuations], labels: Sequence[Sequence[f
     ]
     single = sum(len(found) == 1 for found in of_prompt.values())
     return some(items, dropped=single, of=len(of_prompt), what="problem")
-
-
-def how_to_decode(settings: HeadSettings) -> dict[str, Any]:
-    """Keywords of `guided`."""
-    keys = asdict(settings.guidance) | {"eta": settings.guidance.strength}
-    return {name: keys[name] for name in ("eta", "mode", "top_k", "use_cache")}

@@ -20,7 +20,7 @@ from async_grpo_experiments.algorithms.protocols import (
     Trained,
 )
 from async_grpo_experiments.algorithms.proxy import Proxy, train_proxy
-from async_grpo_experiments.algorithms.qsharp import how_to_decode, labelled, plan_of_values
+from async_grpo_experiments.algorithms.qsharp import labelled, plan_of_values
 from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs
 from async_grpo_experiments.guidance.offsets import check_mode
 
@@ -66,4 +66,4 @@ class QSharpHF:
         return train_head(settings, scored, start, out)
 
     def guidance(self) -> dict[str, Any]:
-        return how_to_decode(self.settings)
+        return self.settings.guidance.keywords()
