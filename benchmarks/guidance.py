@@ -5,8 +5,8 @@
 Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
 avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `sums` (the demo's: QSharp-HF
 and GRPO-HF against the reference), `reviews` (a lexicon as reward), `decoding` (guided against plain). `--quick` leaves
-out `decoding`, `reviews`, PITA and DPO on graphs, and GRPO-HF. `--docs` puts the rows, with those of
-earlier runs that were not measured again, into docs/algorithms.md.
+out `decoding`, `reviews`, PITA and DPO on graphs, and GRPO-HF. `--docs` puts the rows, with those of earlier runs that
+were not measured again, into docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from async_grpo.evals.estimators import mean_with_interval
 from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
 from async_grpo_experiments.algorithms.grpo_hf import GRPOHF, GRPOHFSettings
 from async_grpo_experiments.algorithms.pita import PITA, PITASettings
-from async_grpo_experiments.algorithms.protocols import Cut, collect, configured
+from async_grpo_experiments.algorithms.protocols import Cut, PostTraining, Trained, collect, configured
 from async_grpo_experiments.algorithms.qsharp import QSharp, QSharpSettings
 from async_grpo_experiments.algorithms.qsharp_hf import QSharpHF, QSharpHFSettings
 from async_grpo_experiments.algorithms.training import load_policy
@@ -191,7 +191,7 @@ def star(quick: bool, folder: Path) -> Iterator[Row]:
     keys = {"reference": reference, "batch_size": 128, "micro_batch_size": 128, "lr": 1e-3, "max_steps": 600, **FAST}
     qsharp = QSharp(configured(QSharpSettings, {**keys, "loss_type": "bce", "guidance": {"mode": "bernoulli"}}))
     torch.manual_seed(0)
-    trained = qsharp.train(qsharp.rows(collect(qsharp.plan(len(graphs)), sampler.answer)), out=folder / "qsharp")
+    trained = trained_on(sampler, qsharp, len(graphs), folder / "qsharp")
     for eta in ETAS:
         success, divergence = guided_success(model, tokenizer, trained.folder, "bernoulli", eta, star_rows(test))
         best, furthest = optimum(chance_N, eta)
@@ -213,18 +213,23 @@ def star(quick: bool, folder: Path) -> Iterator[Row]:
     if quick:
         return
     pita = PITA(configured(PITASettings, keys))
-    trained = pita.train(pita.rows(collect(pita.plan(len(graphs)), sampler.answer)), out=folder / "pita")
+    trained = trained_on(sampler, pita, len(graphs), folder / "pita")
     for eta in (1.0, 0.5, 0.2):
         success, divergence = guided_success(model, tokenizer, trained.folder, "log_odds", eta, star_rows(test))
         yield row(
             f"G(3,3), eta {eta:g}: PITA succeeds", [success], "", note=f"KL {divergence:.3f} nats; {spent(trained)}"
         )
     dpo = DPO(configured(DPOSettings, {**keys, "lr": 1e-4, "max_steps": 300}))
-    trained = dpo.train(dpo.rows(collect(dpo.plan(len(graphs)), sampler.answer)), out=folder / "dpo")
+    trained = trained_on(sampler, dpo, len(graphs), folder / "dpo")
     policy = load_policy(str(trained.folder), dpo.settings).eval()
     success = chances(policy, tokenizer, test).mean()
     divergence = policy_divergence(policy, model, tokenizer, star_rows(test))
     yield row("G(3,3): DPO succeeds", [success], "", note=f"KL {divergence:.3f} nats; {spent(trained)}")
+
+
+def trained_on(sampler: CutSampler, algorithm: PostTraining, problems: int, out: Path) -> Trained:
+    """One round: what the algorithm asks for is sampled, and it trains on it."""
+    return algorithm.train(algorithm.rows(collect(algorithm.plan(problems), sampler.answer)), out=out)
 
 
 class Divergences(LogitsProcessor):
@@ -297,8 +302,7 @@ def sums(quick: bool, folder: Path) -> Iterator[Row]:
     sampler = CutSampler(model, tokenizer, train, recipe.accuracy, max_new_tokens=4)
     algorithm = QSharpHF(configured(QSharpHFSettings, keys))
     set_seed(0)
-    answers = collect(algorithm.plan(len(train)), sampler.answer)
-    trained = algorithm.train(algorithm.rows(answers), out=folder / "qsharp_hf")
+    trained = trained_on(sampler, algorithm, len(train), folder / "qsharp_hf")
     guidance = Guidance(head=ValueHead.load(trained.folder), **algorithm.guidance())
 
     def processors(mask_BP: torch.Tensor) -> list[Any]:
@@ -311,8 +315,7 @@ def sums(quick: bool, folder: Path) -> Iterator[Row]:
     keys |= {"samples_per_prompt": 8, "max_new_tokens": 4, "lr": 4e-4, "max_steps": 80, "kl_coef": 0.01}
     algorithm_hf = GRPOHF(configured(GRPOHFSettings, keys), train)
     set_seed(0)
-    rows = algorithm_hf.rows(collect(algorithm_hf.plan(len(train)), sampler.answer))
-    trained = algorithm_hf.train(rows, out=folder / "grpo_hf")
+    trained = trained_on(sampler, algorithm_hf, len(train), folder / "grpo_hf")
     policy = load_policy(str(trained.folder), algorithm_hf.settings).eval()
     yield better(
         "sums: GRPO-HF more than the reference", shares(policy, tokenizer, test, recipe.accuracy), plain, spent(trained)
@@ -351,7 +354,7 @@ def reviews(quick: bool, folder: Path) -> Iterator[Row]:
     )
     keys = {"reference": reference, "batch_size": 64, "micro_batch_size": 64, "lr": 1e-3, "max_steps": 200, **FAST}
     qsharp = QSharp(configured(QSharpSettings, {**keys, "num_atoms": 13}))
-    trained = qsharp.train(qsharp.rows(collect(qsharp.plan(len(problems)), sampler.answer)), out=folder / "qsharp")
+    trained = trained_on(sampler, qsharp, len(problems), folder / "qsharp")
     for eta in (0.5, 0.2, 0.1):
         success, divergence = guided_success(
             model, tokenizer, trained.folder, "histogram", eta, test, reward=sentiment_reward, max_new_tokens=30
@@ -412,7 +415,7 @@ def label(both: bool) -> str:
     return "both" if both else "sampled"
 
 
-def spent(trained: Any) -> str:
+def spent(trained: Trained) -> str:
     return f"{trained.steps} steps in {trained.seconds:.0f} s"
 
 
