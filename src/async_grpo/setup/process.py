@@ -35,6 +35,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEPT_BYTES = 1 << 30
 STACKS_SIGNAL = signal.SIGUSR1
+STACKS_THREAD = "stacks are written by thread "
 SIGNAL_AGAIN_S = 0.1
 LEFT_BEHIND_S = 2.0  # for processes that their parent has left behind, between SIGTERM and SIGKILL
 
@@ -87,13 +88,26 @@ def ignore_stacks_signal() -> None:
 def write_stacks_on_signal(path: Path) -> None:
     """From now on SIGUSR1 appends the stacks of all threads to `path`, however busy or hung the interpreter is.
 
-    They name files, lines and functions, no values. `async-grpo doctor --dump` asks for them.
+    They name files, lines and functions, no values. `async-grpo doctor --dump` asks for them: first the thread that
+    waits for the signal, which writes while no other runs Python. Where none can run it, because a call of C keeps the
+    interpreter's lock, it signals the process, and a handler of C writes. While others run, that handler would read
+    frames that are gone, and a segmentation fault would end the process (seen with Python 3.11, 3.12 and 3.13).
     """
     make_folder(path.parent)
     with naming(path):
-        descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # kept: a handler of C writes to it
+        descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # kept: both write to it
     os.ftruncate(descriptor, 0)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
+    threading.Thread(target=_write_stacks, args=(descriptor,), name="stacks", daemon=True).start()
+
+
+def _write_stacks(descriptor: int) -> None:
+    """Write the stacks whenever this thread is sent the signal. The file's first line names it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
+    os.write(descriptor, f"{STACKS_THREAD}{threading.get_native_id()}\n".encode())
+    while True:
+        signal.sigwait({STACKS_SIGNAL})
+        faulthandler.dump_traceback(descriptor, all_threads=True)
 
 
 def start_logged(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

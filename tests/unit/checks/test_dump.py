@@ -153,6 +153,18 @@ def test_a_hung_server_tells_where_it_is(root: Path) -> None:
         assert process.poll() is None
 
 
+def test_its_thread_for_stacks_is_asked_and_the_process_is_not_signalled(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of the process reads the frames of threads that run: a run was ended by a segmentation fault."""
+    sent: list[int] = []
+    monkeypatch.setattr("signal.pidfd_send_signal", lambda pidfd, number: sent.append(number))
+    with server(root, "listens"):
+        [found] = run_processes(RunDir(root))
+        assert "in hangs_here" in stacks_of(found, timeout_s=DEADLINE_S)
+    assert set(sent) == {0}
+
+
 RANK = """
 import sys, time
 from pathlib import Path
@@ -178,6 +190,35 @@ def test_another_rank_of_the_server_is_known_by_its_open_file(root: Path) -> Non
         finally:
             process.kill()
     assert list(run_processes(RunDir(root))) == []
+
+
+KEEPS_THE_LOCK = """
+import re, sys
+from pathlib import Path
+from async_grpo.setup.process import STACKS_THREAD, write_stacks_on_signal
+
+def matches_for_ever():
+    print("ready", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock
+
+path = Path(sys.argv[1])
+write_stacks_on_signal(path)
+while STACKS_THREAD not in path.read_text():
+    pass
+matches_for_ever()
+"""
+
+
+def test_a_call_that_keeps_the_interpreters_lock_is_named_by_the_handler_of_c(root: Path) -> None:
+    path = RunDir(root).stacks("rank1")
+    with subprocess.Popen([sys.executable, "-c", KEEPS_THE_LOCK, path], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            [found] = run_processes(RunDir(root))
+            assert "in matches_for_ever" in stacks_of(found, timeout_s=8)
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
 TORN_AT_FIRST = """

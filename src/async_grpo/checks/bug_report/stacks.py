@@ -7,7 +7,9 @@ that a pid that another process has by now is never signalled.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from async_grpo.queue.liveness import live_workers, worker_lock
 from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.reading import open_plain
-from async_grpo.setup.process import STACKS_SIGNAL
+from async_grpo.setup.process import STACKS_SIGNAL, STACKS_THREAD
 
 ANSWER_S = 10.0  # a process answers in milliseconds, on a busy machine in seconds, or is stopped or in the kernel
 _POLL_S = 0.02
@@ -32,6 +34,7 @@ _QUIET_S = 0.2  # without another line for this long, the writer has ended
 _TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it
 _ROOTS = ("in <module>", "in _run_module_as_main", "...")  # ends of the main thread's stack, which is the last
 _ASKED = 10  # times at most, until no stack is torn
+_TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call that signals a thread; older C libraries have no function
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ def _has_open(pid: int, path: Path) -> bool:
 def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
     """Ask for the stacks of all threads; without an answer, a sentence that says why.
 
-    A thread that runs is not halted for it, so its stack may be torn: then they are asked for again
+    The process is signalled only where its thread for stacks does not answer (`process.write_stacks_on_signal`). Then a
+    thread that runs is not halted, so its stack may be torn: they are asked for again
     (`test_torn_stacks_are_asked_for_again`).
     """
     try:
@@ -90,6 +94,13 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
                 f"{process.name} (pid {process.pid}) has not begun to listen for {STACKS_SIGNAL.name}: it is just "
                 "starting. It was not signalled.\n"
             )
+        if (thread := _thread_for_stacks(process)) is not None:
+            signal.pidfd_send_signal(pidfd, 0)  # as long as the process is there, no other one can have its pid
+            before = _length(process.stacks)
+            ctypes.CDLL(None).syscall(_TGKILL[platform.machine()], process.pid, thread, STACKS_SIGNAL)
+            text = _new_text(process.stacks, before, timeout_s / 2)
+            if text or _state(process.pid) == psutil.STATUS_STOPPED:  # it answers when it continues
+                return text or _silence(process, timeout_s)
         for _ in range(_ASKED):
             before = _length(process.stacks)
             signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
@@ -103,12 +114,18 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
     return text or _silence(process, timeout_s)
 
 
+def _thread_for_stacks(process: RunProcess) -> int | None:
+    """The thread that writes the stacks, as it says in their file. None where there is none (yet)."""
+    with suppress(OSError, BadFileError), os.fdopen(open_plain(process.stacks), "rb") as file:
+        named, _, thread = file.readline(100).decode(errors="replace").strip().rpartition(" ")
+        if f"{named} " == STACKS_THREAD and Path(f"/proc/{process.pid}/task/{thread}").exists():
+            return int(thread)
+    return None
+
+
 def listens(pid: int) -> bool:
     """Whether the process has a handler for the signal, which would otherwise end it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
+    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (STACKS_SIGNAL - 1) & 1)
 
@@ -133,11 +150,15 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _silence(process: RunProcess, timeout_s: float) -> str:
+def _state(pid: int) -> str:
     try:
-        state = str(psutil.Process(process.pid).status())
+        return str(psutil.Process(pid).status())
     except psutil.Error:
-        state = "unknown"
+        return "unknown"
+
+
+def _silence(process: RunProcess, timeout_s: float) -> str:
+    state = _state(process.pid)
     why = {
         psutil.STATUS_STOPPED: "It is stopped (Ctrl-Z, SIGSTOP): kill -CONT continues it, and it writes its stacks",
         psutil.STATUS_DISK_SLEEP: "It waits in the kernel, for a disk, a network file system or a driver",
