@@ -97,14 +97,16 @@ def write_stacks_on_signal(path: Path) -> None:
     with naming(path):
         descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # kept: both write to it
     os.ftruncate(descriptor, 0)
-    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
-    threading.Thread(target=_write_stacks, args=(descriptor,), name="stacks", daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})  # which the thread inherits
+    thread = threading.Thread(target=_write_stacks, args=(descriptor,), name="stacks", daemon=True)
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.write(descriptor, f"{STACKS_THREAD}{thread.native_id}\n".encode())
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)  # last: from now on it listens
 
 
 def _write_stacks(descriptor: int) -> None:
-    """Write the stacks whenever this thread is sent the signal. The file's first line names it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
-    os.write(descriptor, f"{STACKS_THREAD}{threading.get_native_id()}\n".encode())
+    """Write the stacks whenever this thread is sent the signal, which it blocks. The file's first line names it."""
     while True:
         signal.sigwait({STACKS_SIGNAL})
         faulthandler.dump_traceback(descriptor, all_threads=True)

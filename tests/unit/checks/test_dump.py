@@ -195,16 +195,13 @@ def test_another_rank_of_the_server_is_known_by_its_open_file(root: Path) -> Non
 KEEPS_THE_LOCK = """
 import re, sys
 from pathlib import Path
-from async_grpo.setup.process import STACKS_THREAD, write_stacks_on_signal
+from async_grpo.setup.process import write_stacks_on_signal
 
 def matches_for_ever():
     print("ready", flush=True)
     re.match(r"(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock
 
-path = Path(sys.argv[1])
-write_stacks_on_signal(path)
-while STACKS_THREAD not in path.read_text():
-    pass
+write_stacks_on_signal(Path(sys.argv[1]))
 matches_for_ever()
 """
 
