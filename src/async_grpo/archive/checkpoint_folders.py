@@ -28,6 +28,7 @@ from loguru import logger
 from async_grpo.archive import rollout_state
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.rundir.files import sync
 
 _NAME = re.compile(r"checkpoint-(\d+)(-of-\w+(-\d+)?)?")
 _BOUND = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # files that a resume reads, besides the trainer's state
@@ -74,10 +75,10 @@ def check_renames(output_dir: Path, run_id: str) -> None:
 def save(checkpoint: Path, state: RolloutState) -> None:
     """Complete `checkpoint`: everything in it is on disk before the file that says so appears."""
     for path in (path for path in checkpoint.rglob("*") if path.is_file()):
-        _sync(path)
+        sync(path)
     rollout_state.write(checkpoint, replace(state, files=_digests(checkpoint)))
-    _sync(checkpoint / rollout_state.FILE_NAME)
-    _sync(checkpoint)
+    sync(checkpoint / rollout_state.FILE_NAME)
+    sync(checkpoint)
 
 
 def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
@@ -96,7 +97,7 @@ def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
             logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
             place.rename(aside)
         written.rename(place)
-    _sync(output_dir)
+    sync(output_dir)
     shutil.rmtree(written.parent, ignore_errors=True)
     return place
 
@@ -285,11 +286,3 @@ def _digest(path: Path) -> str:
                 file.seek((size - _PIECE) * piece // (_PIECES - 1))
                 digest.update(file.read(_PIECE))
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from async_grpo.deltas.chain import CHAIN_FILE, LATEST, About, Chain, Entry, VersionPlace, read_about, read_oldest
 from async_grpo.errors import DeltaChainError, DiskFullError
-from async_grpo.rundir.files import room_for, write_json
+from async_grpo.rundir.files import room_for, sync, write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo_ipc.delta import Buffer, DeltaError, digest, encode, file
@@ -148,19 +148,12 @@ class ChainWriter:
                     nbytes = stream.tell()
                 temporary.replace(self.folder / name)
                 if name != LATEST:  # an older one is still true after a power cut
-                    self._sync_folder()
+                    sync(self.folder)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
         return nbytes
-
-    def _sync_folder(self) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def _set_aside(self, chain: Chain, versions: list[int]) -> None:
         """The newest first: whenever this is killed, what is left is a chain."""
@@ -171,7 +164,7 @@ class ChainWriter:
         aside.mkdir(mode=0o700)
         for version in reversed(versions):
             self._path_of(chain, version).rename(aside / self._path_of(chain, version).name)
-        self._sync_folder()
+        sync(self.folder)
 
     def _old(self, keep: int) -> list[Path]:
         """The files before a snapshot from which at least `keep` versions can be rebuilt, the newest first."""

@@ -66,6 +66,15 @@ def fresh_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+def sync(path: Path) -> None:
+    """Make what a file or a folder has now survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class LineFile:
     """Appends to `path`. While the disk is full, lines wait in memory and the process continues.
 

@@ -19,7 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from async_grpo.errors import BadFileError
-from async_grpo.rundir.files import write_json
+from async_grpo.rundir.files import sync, write_json
 from async_grpo.rundir.reading import open_plain, read_object
 from async_grpo.rundir.shape import as_json, shaped
 
@@ -118,7 +118,7 @@ def finish(partial: Path) -> Path:
 def _give_name(partial: Path) -> Path:
     folder = partial.with_name(partial.name.partition(_PARTIAL)[0])
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     return folder
 
 
@@ -196,11 +196,3 @@ def _files(folder: Path) -> Sequence[Path]:
 
 def _name_in(folder: Path, path: Path) -> str:
     return str(path.relative_to(folder))
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
