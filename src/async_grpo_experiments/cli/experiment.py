@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, printable
+
+if TYPE_CHECKING:
+    from async_grpo_experiments.runner.config import ExperimentConfig
 
 EXAMPLES = """\
   async-grpo experiment experiment.name=star gpu=cpu training.datasets=[star] rounds_of_training=2
@@ -41,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.runner import experiment
     from async_grpo_experiments.runner.composition import composed, place_of_conf, write_conf
     from async_grpo_experiments.runner.config import checked
+    from async_grpo_experiments.runner.config_files import changed, config_of
 
     _refuse_launchers()
     if args.init:
@@ -53,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
         if len(args.keys or []) != 1:
             raise UsageError("--retry JOB DIR: name the folder of the experiment, and nothing else.")
         root = Path(args.keys[0])
-        return experiment.run_experiment(root, experiment.config_of(root), only=args.retry)
+        return experiment.run_experiment(root, config_of(root), only=args.retry)
     begun = [key.removeprefix(RESUME) for key in args.keys or [] if key.startswith(RESUME)]
     keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
     if begun:
         root = Path(begun[-1])
-        config = experiment.changed(root, keys)
+        config = changed(root, keys)
     else:
         config = checked(composed(place_of_conf(), keys))
         root = args.outputs / config.experiment.name / time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -77,30 +82,29 @@ def _refuse_launchers() -> None:
 
 
 def _show(root: Path) -> int:
-    from async_grpo_experiments.runner import experiment
-    from async_grpo_experiments.runner.graph import graph_of, jobs_of
+    from async_grpo_experiments.runner import experiment, on_disk
+    from async_grpo_experiments.runner.config_files import config_of
+    from async_grpo_experiments.runner.graph import graph_of, stages_by_job
     from async_grpo_experiments.slots import ledger
 
-    config = experiment.config_of(root)
-    found, records = experiment.look(root, config), ledger.read(root / experiment.LEDGER)
-    graph = graph_of(config)
+    config = config_of(root)
+    found, records = on_disk.look(root, config), ledger.read(root / experiment.LEDGER)
     rows = []
-    for job in jobs_of(config):
-        state = experiment.state_of(job, graph, found.done, records)
-        own = [name for name, stage in graph.items() if stage.job == job]
-        running = [graph[name].kind for name in own if name in records and records[name].state == ledger.RUNNING]
+    for job, stages in stages_by_job(graph_of(config)).items():
+        state = on_disk.state_of(stages, found.done, records)
+        own = [stage.name for stage in stages]
+        states = {name: records[name].state for name in own if name in records}
+        running = [stage.kind for stage in stages if states.get(stage.name) == ledger.RUNNING]
         why = [found.redo[name] for name in own if name in found.redo]
-        why += [records[name].why for name in own if name in records and records[name].state == ledger.FAILED]
+        why += [records[name].why for name, state_ in states.items() if state_ == ledger.FAILED]
         rows.append([job.id, state, ", ".join(running), printable("; ".join(why))])
     options.print_table(str(root), ["job", "state", "running", "why"], rows)
     return 0
 
 
-def _plan(config: object) -> int:
-    from async_grpo_experiments.runner.config import ExperimentConfig
+def _plan(config: ExperimentConfig) -> int:
     from async_grpo_experiments.runner.graph import graph_of, jobs_of
 
-    assert isinstance(config, ExperimentConfig)
     graph = graph_of(config)
     print(f"{counted(len(jobs_of(config)), 'job')}, {counted(len(graph), 'stage')}")
     for name, stage in graph.items():

@@ -1,7 +1,7 @@
 """Jobs and their stages: which there are, and which needs which.
 
 A line is an algorithm on a family and a dataset, with one seed. Round n of a line is a job; its generation needs the
-training of round n − 1 of the same line. The reference of a family on a dataset is a job, too, that only evaluates.
+training of round n − 1 of the same line. The reference of a family on a dataset is also a job, and only evaluates.
 """
 
 from __future__ import annotations
@@ -89,6 +89,14 @@ def stages_of(job: ExperimentJob) -> list[Stage]:
 def graph_of(config: ExperimentConfig) -> dict[str, Stage]:
     """Every stage by name; what a stage needs comes before it."""
     return {stage.name: stage for job in jobs_of(config) for stage in stages_of(job)}
+
+
+def stages_by_job(graph: Mapping[str, Stage]) -> dict[ExperimentJob, list[Stage]]:
+    """The stages of each job, in their order."""
+    found: dict[ExperimentJob, list[Stage]] = {}
+    for stage in graph.values():
+        found.setdefault(stage.job, []).append(stage)
+    return found
 
 
 def below(graph: Mapping[str, Stage], names: Collection[str]) -> set[str]:

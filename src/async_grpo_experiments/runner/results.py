@@ -21,6 +21,7 @@ from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ExperimentConfig
+from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.sweeps.comparison import bootstrap
 
@@ -209,8 +210,6 @@ def _curves(lines: Sequence[EvaluatedLine]) -> Mapping[str, list[EvaluatedLine]]
 def results(folder: Path | str) -> pd.DataFrame:
     """A row for each evaluation of each complete job, with its figures and their intervals."""
     import pandas as pd
-
-    from async_grpo_experiments.runner.experiment import config_of
 
     root = Path(folder)
     rows = []

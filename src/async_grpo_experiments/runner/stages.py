@@ -32,7 +32,7 @@ from async_grpo_experiments.cut_plans import requests_of
 from async_grpo_experiments.problems.table import ON_HUB, ProblemSet, has_reward, load
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentConfig, checked
-from async_grpo_experiments.runner.experiment import config_of
+from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
 from async_grpo_experiments.slots import held

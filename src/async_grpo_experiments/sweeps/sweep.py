@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.formatting import counted, printable
+from async_grpo.launch.screen import live_console
 from async_grpo.rundir.folders import make_folder
-from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.summary import program
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
+from async_grpo_experiments.slots.foreground import exit_code, held_alone, print_failure, stopped_by_signals
 from async_grpo_experiments.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
@@ -25,11 +25,10 @@ from async_grpo_experiments.sweeps.plan import ASYNC, LEDGER, Run, Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, preflight
 from async_grpo_experiments.sweeps.progress import Reason, steps_left, unfinished
 from async_grpo_experiments.sweeps.report import headline, write_report
-from async_grpo_experiments.sweeps.screen import SweepScreen, open_screen
+from async_grpo_experiments.sweeps.screen import SweepScreen
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
-STOPPED_CODE = 130  # as a shell has it for Ctrl-C
 
 
 def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
@@ -65,17 +64,13 @@ def _adopt_finished(sweep: Sweep, ledger: Ledger) -> None:
 
 def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     """Run all that has not finished; returns whether a stop was asked for."""
-    screen = open_screen(sweep, ledger.records, found.places)
+    screen = SweepScreen(sweep, ledger.records, found.places, live_console())
     tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
     schedule = TaskSchedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
-    before = {number: signal.signal(number, schedule.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stopped_by_signals(schedule.stop):
         _announce(sweep, found, screen)
         with screen:
             schedule.run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return schedule.stopping
 
 
@@ -112,8 +107,7 @@ def _announce(sweep: Sweep, found: Preflight, screen: SweepScreen) -> None:
 def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> int:
     for run in sweep.runs:
         if (record := records[run.name]).state == FAILED:
-            print(printable(f"[sweep] seed {run.seed} failed ({record.why}). Its last words:"), file=sys.stderr)
-            print(printable(record.last_words or record.why), file=sys.stderr)
+            print_failure("sweep", f"seed {run.seed}", record)
     found = agreement(sweep, records)
     try:
         write_report(sweep.folder, found)
@@ -121,12 +115,10 @@ def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> 
         print(f"[sweep] the report is not complete: {error}", file=sys.stderr)
     print(printable("\n".join(headline(found))), flush=True)
     print(f"report: {sweep.folder / 'report.md'}", flush=True)
-    undone = [run for run in sweep.runs if records[run.name].state != FINISHED]
-    if undone:
+    own = [records[run.name] for run in sweep.runs]
+    if any(record.state != FINISHED for record in own):
         print(f"continue: {program()} sweep {sweep.folder} --resume", flush=True)
-    if any(records[run.name].state == FAILED for run in undone):
-        return 1
-    return STOPPED_CODE if stopped and undone else 0
+    return exit_code(own, stopped=stopped)
 
 
 def _make_parents(folder: Path) -> None:
@@ -134,19 +126,10 @@ def _make_parents(folder: Path) -> None:
     make_folder(folder)
 
 
-@contextmanager
-def _held(sweep: Sweep) -> Iterator[None]:
+def _held(sweep: Sweep) -> AbstractContextManager[None]:
     """One process at a time runs this sweep."""
-    lock = KernelLock(sweep.folder / "sweep.lock")
-    if not lock.try_acquire({"role": "sweep"}):
-        raise RunDirError(
-            f"{sweep.folder} is in use by another sweep ({describe_holder(lock.holder())}). Wait for it or stop it, or "
-            "let this one write elsewhere: --output-base DIR or --run-prefix NAME."
-        )
-    try:
-        yield
-    finally:
-        lock.release()
+    way_out = "Wait for it or stop it, or let this one write elsewhere: --output-base DIR or --run-prefix NAME."
+    return held_alone(sweep.folder / "sweep.lock", role="sweep", way_out=way_out)
 
 
 def _refuse_old_outputs(sweep: Sweep) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from async_grpo_experiments.runner import experiment, states
 from async_grpo_experiments.runner.config import ExperimentConfig, checked
-from async_grpo_experiments.runner.graph import Stage
+from async_grpo_experiments.runner.graph import Stage, graph_of
 from async_grpo_experiments.slots.places import Place
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -38,7 +38,7 @@ class ExperimentYard:
 
     def command(self, root: Path, stage: Stage, token: str) -> Sequence[str]:
         partial = (root / stage.folder).with_name(f"{Path(stage.folder).name}.partial-{token}")
-        needed = [str(root / experiment.graph_of(self._config)[name].folder) for name in stage.needs]
+        needed = [str(root / graph_of(self._config)[name].folder) for name in stage.needs]
         return [sys.executable, str(STAND_IN), str(self.folder), stage.name, str(partial), *needed]
 
     def run(self, keys: dict[str, Any] | None = None, **more: Any) -> int:

@@ -1,0 +1,58 @@
+"""The configuration of an experiment in its folder: written whole and for each job, read again, and changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from async_grpo.errors import UsageError
+from async_grpo.rundir.files import write_lines
+from async_grpo.rundir.reading import read_file
+from async_grpo.rundir.shape import as_json
+from async_grpo_experiments.runner.composition import CONFIG
+from async_grpo_experiments.runner.config import ExperimentConfig, checked
+from async_grpo_experiments.runner.graph import Stage
+
+
+def write_config(root: Path, config: ExperimentConfig, graph: Mapping[str, Stage]) -> None:
+    """Write the whole configuration, and that of each job."""
+    tree = as_json(config)
+    _write_yaml(root / CONFIG, tree)
+    for job in {stage.job for stage in graph.values()}:
+        folder = root / "jobs" / job.id
+        folder.mkdir(parents=True, exist_ok=True)
+        own = {**tree, "algos": {job.algo: tree["algos"].get(job.algo, {})}}
+        _write_yaml(folder / CONFIG, {"job": asdict(job), **own})
+
+
+def _write_yaml(path: Path, tree: Mapping[str, Any]) -> None:
+    write_lines(path, yaml.safe_dump(dict(tree), sort_keys=False).splitlines())
+
+
+def config_of(root: Path) -> ExperimentConfig:
+    """The configuration that an experiment was last started with. `UsageError`: there is no experiment."""
+    try:
+        return checked(yaml.safe_load(bytes(read_file(root / CONFIG)).decode()))
+    except FileNotFoundError:
+        raise UsageError(f"{root} holds no experiment: it has no {CONFIG}.") from None
+
+
+def changed(root: Path, overrides: Sequence[str]) -> ExperimentConfig:
+    """The configuration of an experiment with some keys changed, `a.b=c`."""
+    tree: dict[str, Any] = as_json(config_of(root))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        *above, last = key.split(".")
+        if not equals or not key or key[0] in "+~":
+            raise UsageError(
+                f"{override}: a resumed experiment has the keys that it was begun with; change one: KEY=VALUE."
+            )
+        part = tree
+        for name in above:
+            part = part.setdefault(name, {})
+        part[last] = yaml.safe_load(text)
+    return checked(tree)

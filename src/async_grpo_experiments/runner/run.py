@@ -1,0 +1,173 @@
+"""The stages of an experiment as tasks of a queue: what each needs, how it starts, and when it is done."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TypeAlias
+
+from async_grpo.errors import BadFileError, DiskFullError
+from async_grpo.formatting import counted
+from async_grpo.launch.screen import live_console
+from async_grpo.rundir.files import write_json
+from async_grpo_experiments.runner import states
+from async_grpo_experiments.runner.config import ExperimentConfig
+from async_grpo_experiments.runner.graph import Stage, keys_of, stages_by_job
+from async_grpo_experiments.runner.on_disk import OnDisk, state_of
+from async_grpo_experiments.runner.peaks import MemoryPeaks
+from async_grpo_experiments.runner.priority import chain_left, named
+from async_grpo_experiments.runner.run_log import ExperimentLog
+from async_grpo_experiments.runner.screen import ExperimentScreen
+from async_grpo_experiments.slots.foreground import stopped_by_signals
+from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, WAITING, Ledger, Record
+from async_grpo_experiments.slots.packing import Need
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
+from async_grpo_experiments.slots.starter import OpenStarter
+
+JOB_STATES, MEMORY = "job_states.json", "memory.json"
+GRACE_S = 15.0
+CommandOf: TypeAlias = Callable[[Path, Stage, str], Sequence[str]]  # folder, stage, token: a command line
+
+
+class ExperimentRun:
+    """One process's work on an experiment."""
+
+    def __init__(
+        self,
+        root: Path,
+        config: ExperimentConfig,
+        graph: Mapping[str, Stage],
+        found: OnDisk,
+        ledger: Ledger,
+        log: ExperimentLog,
+        wanted: Collection[str],
+    ) -> None:
+        self._root, self._config, self._graph, self._ledger, self._log = root, config, graph, ledger, log
+        self._digests = dict(found.done)
+        self._wanted = wanted
+        self._jobs = stages_by_job(graph)
+        self._memory = MemoryPeaks(root.parent.parent / MEMORY)
+        self._screen = ExperimentScreen(self.jobs, log.note, live_console())
+        self._written = ""
+        self._said_idle = False
+
+    def run(self, places: Sequence[Place], command: CommandOf, open_starter: OpenStarter) -> bool:
+        """Run all that has not finished; returns whether a stop was asked for."""
+        self._settle_ledger()
+        tasks = [self._task(stage, command) for name, stage in self._graph.items() if name in self._wanted]
+        self._places = len(places)
+        schedule = TaskSchedule(
+            tasks,
+            places,
+            self._ledger,
+            say=self._screen.say,
+            look=self._look,
+            stagger_s=self._config.scheduling.stagger_s,
+            open_starter=open_starter,
+        )
+        left = len(self._graph) - len(self._digests)
+        stages, on = counted(len(self._graph), "stage"), ", ".join(place.name for place in places)
+        self._screen.say(f"{counted(len(self._jobs), 'job')}, {left} of {stages} to run on {on}; in {self._root}")
+        with stopped_by_signals(schedule.stop), self._screen:
+            schedule.run()
+        self._write_states()
+        return schedule.stopping
+
+    def _look(self) -> None:
+        self._screen.look()
+        self._write_states()
+        self._tell_idle()
+
+    def jobs(self) -> Iterator[tuple[str, str, str, str]]:
+        """For each job its name, its state, what runs of it where, and the seconds that its stages took."""
+        records = self._ledger.records
+        done = frozenset(name for name, record in records.items() if record.state == FINISHED)
+        for job, own in self._jobs.items():
+            now = [stage for stage in own if records[stage.name].state == RUNNING]
+            seconds = sum(records[stage.name].seconds for stage in own)
+            doing = ", ".join(f"{stage.kind} on {records[stage.name].place}" for stage in now)
+            yield job.id, state_of(own, done, records), doing, f"{seconds:.0f} s"
+
+    def _settle_ledger(self) -> None:
+        """The folders say what is finished; the ledger of a killed runner may say something else."""
+        for name in self._graph:
+            record = self._ledger.records.get(name, Record(task=name, state=WAITING))
+            state = FINISHED if name in self._digests else WAITING
+            if record.state != state or name not in self._ledger.records:
+                self._ledger.put(Record(task=name, state=state, seconds=record.seconds, peak_bytes=record.peak_bytes))
+
+    def _task(self, stage: Stage, command: CommandOf) -> Task:
+        config, folder = self._config, self._root / stage.folder
+
+        def begin(place: Place) -> Command:
+            inputs = {need: self._digests[need] for need in stage.needs}
+            attempt = states.begin(folder, states.MadeOf(inputs=inputs, keys=keys_of(config, stage)))
+            arguments = command(self._root, stage, states.token_of(attempt))
+            self._log.note(f"{stage.name}: {shlex.join(arguments)}")
+            log = folder.parent / f"log_{stage.kind}.txt"
+            return Command(arguments, place.environment(os.environ), log)
+
+        def unfinished() -> str:
+            try:
+                manifest = states.manifest_of(folder)
+            except BadFileError as error:
+                return str(error)
+            if manifest is None:
+                return f"it ended without leaving {folder}"
+            self._digests[stage.name] = states.digest(manifest)
+            return ""
+
+        own_priority = named(config.scheduling.priority) if config.scheduling.priority else None
+        return Task(
+            name=stage.name,
+            command=begin,
+            needs=stage.needs,
+            need=Need(gpus=config.system.gpus_per_job, bytes=self._memory.needed(stage, config)),
+            priority=own_priority(stage.job, config) if own_priority else chain_left(stage, self._graph, self._took()),
+            deadline_s=config.scheduling.deadline_s or math.inf,
+            grace_s=GRACE_S,
+            unfinished=unfinished,
+            peak_bytes=partial(self._memory.peak_of, stage, folder, config),
+        )
+
+    def _took(self) -> dict[tuple[str, str], float]:
+        found: dict[tuple[str, str], list[float]] = {}
+        for name, stage in self._graph.items():
+            if name in self._digests and (seconds := self._ledger.records[name].seconds):
+                found.setdefault((stage.job.algo, stage.kind), []).append(seconds)
+        return {key: fmean(values) for key, values in found.items()}
+
+    def _write_states(self) -> None:
+        """The view for people and other programs. A full disk leaves the last one."""
+        now = {job: {"state": state, "running": doing, "took": took} for job, state, doing, took in self.jobs()}
+        if (text := json.dumps([(job, one["state"], one["running"]) for job, one in now.items()])) == self._written:
+            return
+        self._written = text
+        try:
+            write_json(self._root / JOB_STATES, now)
+        except DiskFullError as error:
+            self._screen.say(f"{JOB_STATES} is not the newest: {error}")
+
+    def _tell_idle(self) -> None:
+        """Say once why places are idle."""
+        if self._said_idle:
+            return
+        records = self._ledger.records
+        running = [name for name in self._graph if records[name].state == RUNNING]
+        waiting = [stage for stage in self._graph.values() if records[stage.name].state == WAITING]
+        ready = [stage for stage in waiting if all(records[need].state == FINISHED for need in stage.needs)]
+        idle = self._places - len(running)
+        if idle > 0 and running and waiting and not ready:
+            self._said_idle = True
+            more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+            self._screen.say(
+                f"{idle} of {counted(self._places, 'place')} are idle: {counted(len(waiting), 'stage')} wait for "
+                f"{running[0]}{more}, and no other fits. More lines, or num_samples, would use them."
+            )

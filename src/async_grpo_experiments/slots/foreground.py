@@ -1,0 +1,55 @@
+"""What a command does around a queue that it runs: it has the folder alone, signals stop it, it gives a code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_grpo.errors import RunDirError
+from async_grpo.formatting import printable
+from async_grpo.rundir.locks import KernelLock, describe_holder
+from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Record
+
+STOPPED_CODE = 130  # as a shell has it for Ctrl-C
+
+
+@contextmanager
+def held_alone(lock_file: Path, *, role: str, way_out: str) -> Iterator[None]:
+    """Let one process at a time have the folder of this file. `RunDirError` names the one that has it."""
+    lock = KernelLock(lock_file)
+    if not lock.try_acquire({"role": role}):
+        raise RunDirError(
+            f"{lock_file.parent} is in use by another {role} ({describe_holder(lock.holder())}). {way_out}"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def stopped_by_signals(stop: Callable[..., object]) -> Iterator[None]:
+    """Have SIGINT and SIGTERM call `stop` in the block, and do what they did before after it."""
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_code(records: Iterable[Record], *, stopped: bool) -> int:
+    """0, 1 if a task failed, or 130 if a stop was asked for and left one undone."""
+    states = {record.state for record in records}
+    if states & {FAILED, BLOCKED}:
+        return 1
+    return STOPPED_CODE if stopped and states - {FINISHED} else 0
+
+
+def print_failure(who: str, what: str, record: Record) -> None:
+    """Print why a task failed, and its last words, to standard error."""
+    print(printable(f"[{who}] {what} failed ({record.why}). Its last words:"), file=sys.stderr)
+    print(printable(record.last_words or record.why), file=sys.stderr)
