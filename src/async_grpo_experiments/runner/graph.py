@@ -14,7 +14,7 @@ from async_grpo.errors import UsageError
 from async_grpo_experiments.runner.config import GUIDED, ExperimentConfig
 
 StageKind: TypeAlias = Literal["generate", "train", "evaluate"]
-FOLDERS: Mapping[StageKind, str] = {"generate": "data", "train": "model", "evaluate": "evaluation"}
+FOLDERS: Mapping[str, str] = {"generate": "data", "train": "model", "evaluate": "evaluation"}
 OF_PLANS = ("samples_per_example", "samples_per_prompt", "max_examples", "temperature", "guidance", "seed")
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 RESULT, TRAINED = "result.json", "trained.json"
 SHOWN = ("pass@1", "reward_mean", "avg_kl", "avg_kl_per_token")
-_HEADS = ("reward", "avg_reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def markdown(config: ExperimentConfig, lines: Sequence[EvaluatedLine]) -> Iterat
         yield ""
         yield f"## {dataset}, {family}"
         yield ""
-        yield f"| | {' | '.join(dict([_HEADS]).get(name, name) for name in columns)} | loss | steps |"
+        yield f"| | {' | '.join(columns)} | loss | steps |"
         yield f"|---|{'---|' * (len(columns) + 2)}"
         best = _clearly_best(own)
         for line in own:
@@ -190,7 +189,8 @@ def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:
         for label, curve in _curves(own).items():
             points = sorted((line.evaluation.value("avg_kl") or 0.0, line.evaluation.value(name)) for line in curve)
             known = [(x, y) for x, y in points if y is not None]
-            axes.plot(*zip(*known, strict=True), marker="o", label=label) if known else None
+            if known:
+                axes.plot(*zip(*known, strict=True), marker="o", label=label)
         axes.set(title=f"{dataset}, {family}", xlabel="KL from the reference, nats a completion", ylabel=name)
         axes.legend()
     with room_for(path):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
 from async_grpo_experiments.slots import held
+from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
 
 ROWS, SAMPLES = "rows.arrow", "samples"
@@ -92,7 +92,7 @@ def check(config: ExperimentConfig) -> None:
     """Refuse keys that an algorithm or a dataset does not know. `UsageError` says which."""
     for algo in config.enabled:
         for family in config.families:
-            Work(config, ExperimentJob(algo=algo, family=family, dataset="", round=1, seed=0)).algorithm_settings  # noqa: B018
+            settings_of(config, algo, family, seed=0)
     names = {one for dataset in config.training.datasets for one in (dataset, *config.evaluated_sets(dataset))}
     for dataset in sorted(names):
         keys = config.datasets[dataset]
@@ -235,9 +235,17 @@ class Work:
         arguments += ["--resume"] if run.exists() else []
         ends_with_us = [sys.executable, "-I", "-S", held.__file__, str(os.getpid()), "all"]
         child = subprocess.Popen([*ends_with_us, sys.executable, "-m", "async_grpo.cli", *arguments])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: child.terminate())
-        if code := child.wait():
+        asked: list[int] = []
+
+        def stop(number: int, frame: object) -> None:
+            asked.append(number)
+            child.terminate()
+
+        with stopped_by_signals(stop):
+            code = child.wait()
+        if asked:  # its code would not say so: what it has sampled is kept, and that is 0
+            raise StageError(f"async-grpo {command} was asked to stop. Another attempt continues it, from {run}.")
+        if code:
             raise StageError(f"async-grpo {command} ended with exit code {code}: its log is above, and in {run}.")
 
 
@@ -248,7 +256,7 @@ class StageError(AsyncGRPOError):
 
 
 class SampledAnswers:
-    """Answers the cuts of a plan with the rows that `async-grpo generate` has sampled by the same plan."""
+    """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan."""
 
     def __init__(self, folder: Path) -> None:
         from datasets import load_from_disk
@@ -259,7 +267,7 @@ class SampledAnswers:
         self._wave = -1
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
-        """Continuations of the cuts of the next wave. A cut that failed has none."""
+        """Answer the next wave of cuts. A cut that failed has no answer."""
         self._wave += 1
         before: dict[int, int] = {}
         found = []
@@ -370,7 +378,7 @@ def main(arguments: Sequence[str]) -> int:
         root, job, kind, token = arguments
         print(f"{job}.{kind} on CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}", flush=True)
         work = work_of(Path(root), job)
-        partial = work.folder / f"{FOLDERS[kind]}.partial-{token}"  # type: ignore[index]
+        partial = states.partial_of(work.folder / FOLDERS[kind], token)
         {"generate": work.generate, "train": work.train, "evaluate": work.evaluate}[kind](partial)
         states.finish(partial)
         work.tidy()

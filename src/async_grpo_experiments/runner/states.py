@@ -63,7 +63,7 @@ def begin(folder: Path, made_of: MadeOf) -> Path:
     It holds the `work/` of an earlier attempt at the same; of an attempt with other inputs or keys nothing is kept.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}{_PARTIAL}{uuid4().hex[:12]}")
+    partial = partial_of(folder, uuid4().hex[:12])
     for left in partials(folder):
         if partial.exists() or _made_of(left) != made_of:
             shutil.rmtree(left)
@@ -92,6 +92,11 @@ def work_of(partial: Path) -> Path:
 def partials(folder: Path) -> list[Path]:
     """Folders of attempts that have not finished, oldest first."""
     return sorted(folder.parent.glob(f"{folder.name}{_PARTIAL}*"), key=lambda path: path.stat().st_mtime)
+
+
+def partial_of(folder: Path, token: str) -> Path:
+    """The folder of the attempt with this token, at what `folder` will be."""
+    return folder.with_name(f"{folder.name}{_PARTIAL}{token}")
 
 
 def token_of(partial: Path) -> str:

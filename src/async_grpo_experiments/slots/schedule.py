@@ -76,7 +76,7 @@ class Task:
 class TaskSchedule:
     """The queue of tasks. What the ledger calls finished is not started again.
 
-    >>> Schedule([task], core_places(2), Ledger(path), say=print).run()[task.name].state
+    >>> TaskSchedule([task], core_places(2), Ledger(path), say=print).run()[task.name].state
     'finished'
 
     Args:

@@ -37,7 +37,7 @@ class ExperimentYard:
         self.root = folder / "outputs" / "x" / "now"
 
     def command(self, root: Path, stage: Stage, token: str) -> Sequence[str]:
-        partial = (root / stage.folder).with_name(f"{Path(stage.folder).name}.partial-{token}")
+        partial = states.partial_of(root / stage.folder, token)
         needed = [str(root / graph_of(self._config)[name].folder) for name in stage.needs]
         return [sys.executable, str(STAND_IN), str(self.folder), stage.name, str(partial), *needed]
 
