@@ -199,7 +199,14 @@ def _problems(config: ExperimentConfig) -> Iterator[str]:
         "system.gpus_per_job": system.gpus_per_job,
         "data_collection.reward_batch_size": config.data_collection.reward_batch_size,
     }
+    if system.max_parallel_jobs is not None:
+        counts["system.max_parallel_jobs"] = system.max_parallel_jobs
     yield from (f"{name} must be at least 1, got {value}." for name, value in counts.items() if value < 1)
+    scheduling = config.scheduling
+    if scheduling.deadline_s is not None and not scheduling.deadline_s > 0:
+        yield f"scheduling.deadline_s must be over 0, got {scheduling.deadline_s:g}."
+    if not scheduling.stagger_s >= 0:
+        yield f"scheduling.stagger_s must be 0 or more, got {scheduling.stagger_s:g}."
     yield from (f"evaluation.etas must be over 0, got {eta:g}." for eta in config.evaluation.etas if not eta > 0)
     name = config.experiment.name
     if "/" in name or name.startswith("."):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,8 +53,20 @@ def changed(root: Path, overrides: Sequence[str]) -> ExperimentConfig:
             raise UsageError(
                 f"{override}: a resumed experiment has the keys that it was begun with; change one: KEY=VALUE."
             )
-        part = tree
+        part: Any = tree
         for name in above:
             part = part.setdefault(name, {})
-        part[last] = yaml.safe_load(text)
+            if not isinstance(part, dict):
+                raise UsageError(f"{override}: {name} is a value and has no keys.")
+        part[last] = _value(override, text)
     return checked(tree)
+
+
+def _value(override: str, text: str) -> Any:
+    """The value of `1e-5`, which YAML takes for a text, `[a, b]` or `null`. `UsageError`: it is none."""
+    with suppress(ValueError):
+        return json.loads(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{override}: the value cannot be read: {error}.") from error

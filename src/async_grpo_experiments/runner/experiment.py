@@ -85,10 +85,10 @@ def run_experiment(
         with closing(Ledger(root / LEDGER)) as ledger:
             run = ExperimentRun(root, config, graph, found, ledger, log, wanted)
             stopped = run.run(_places(config) if places is None else places, command, open_starter)
-            for name in graph:
+            for name in wanted:
                 if (record := ledger.records[name]).state == FAILED:
                     print_failure(NAME, name, record)
-            code = exit_code([ledger.records[name] for name in graph], stopped=stopped)
+            code = exit_code([ledger.records[name] for name in wanted], stopped=stopped)
         if code:
             print(f"continue: {program()} experiment resume_from={root}", flush=True)
         try:
@@ -100,7 +100,7 @@ def run_experiment(
 
 
 def _places(config: ExperimentConfig) -> list[Place]:
-    """The places of this machine: a GPU each, with its memory, or one share of the cores for each job at a time."""
+    """The places of this machine: a GPU each, or one share of the cores for each stage at a time."""
     system = config.system
     most = system.max_parallel_jobs if system.use_parallel_execution else 1
     gpus = 0 if system.device == "cpu" else visible_gpus()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-from async_grpo.errors import BadFileError
+from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo_experiments.runner.config import ExperimentConfig
@@ -37,7 +38,8 @@ class MemoryPeaks:
         key = self._key(stage, config)
         if peak > self._peaks.get(key, 0):
             self._peaks[key] = peak
-            write_json(self._path, self._peaks)
+            with suppress(DiskFullError):  # it costs a better packing later, no stage
+                write_json(self._path, self._peaks)
         return peak
 
     def _key(self, stage: Stage, config: ExperimentConfig) -> str:

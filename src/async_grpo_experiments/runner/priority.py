@@ -21,16 +21,20 @@ def estimate_job_priority(job: ExperimentJob, cfg: ExperimentConfig) -> int:
     return 1 if not job.algo else 2 * (cfg.rounds_of_training - job.round) + 3
 
 
-def chain_left(stage: Stage, graph: Mapping[str, Stage], seconds: Mapping[tuple[str, str], float]) -> float:
-    """The longest chain from this stage on.
+def chains_left(graph: Mapping[str, Stage], seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """The longest chain from each stage on, by its name.
 
     Args:
         seconds: means of earlier stages, by algorithm and kind; without any, stages count 1 each.
     """
     known = sum(seconds.values()) / len(seconds) if seconds else 1.0
-    own = seconds.get((stage.job.algo, stage.kind), known)
-    after = [other for other in graph.values() if stage.name in other.needs]
-    return own + max((chain_left(other, graph, seconds) for other in after), default=0.0)
+    behind = dict.fromkeys(graph, 0.0)  # what needs a stage comes after it
+    found: dict[str, float] = {}
+    for stage in reversed([*graph.values()]):
+        found[stage.name] = seconds.get((stage.job.algo, stage.kind), known) + behind[stage.name]
+        for need in stage.needs:
+            behind[need] = max(behind[need], found[stage.name])
+    return found
 
 
 def named(name: str) -> JobPriority:

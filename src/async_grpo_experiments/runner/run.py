@@ -21,11 +21,11 @@ from async_grpo_experiments.runner.config import ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, keys_of, stages_by_job
 from async_grpo_experiments.runner.on_disk import OnDisk, state_of
 from async_grpo_experiments.runner.peaks import MemoryPeaks
-from async_grpo_experiments.runner.priority import chain_left, named
+from async_grpo_experiments.runner.priority import chains_left, named
 from async_grpo_experiments.runner.run_log import ExperimentLog
 from async_grpo_experiments.runner.screen import ExperimentScreen
 from async_grpo_experiments.slots.foreground import stopped_by_signals
-from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, WAITING, Ledger, Record
+from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, RUNNING, WAITING, Ledger, Record
 from async_grpo_experiments.slots.packing import Need
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
@@ -61,7 +61,10 @@ class ExperimentRun:
     def run(self, places: Sequence[Place], command: CommandOf, open_starter: OpenStarter) -> bool:
         """Run all that has not finished; returns whether a stop was asked for."""
         self._settle_ledger()
-        tasks = [self._task(stage, command) for name, stage in self._graph.items() if name in self._wanted]
+        priorities = self._priorities()
+        tasks = [
+            self._task(stage, command, priorities[name]) for name, stage in self._graph.items() if name in self._wanted
+        ]
         self._places = len(places)
         schedule = TaskSchedule(
             tasks,
@@ -96,14 +99,25 @@ class ExperimentRun:
             yield job.id, state_of(own, done, records), doing, f"{seconds:.0f} s"
 
     def _settle_ledger(self) -> None:
-        """The folders say what is finished; the ledger of a killed runner may say something else."""
+        """The folders say what is finished; the ledger of a killed runner may say something else.
+
+        What failed before and is not wanted now keeps its state and its reason.
+        """
         for name in self._graph:
             record = self._ledger.records.get(name, Record(task=name, state=WAITING))
             state = FINISHED if name in self._digests else WAITING
+            if state == WAITING and name not in self._wanted and record.state in (FAILED, BLOCKED):
+                continue
             if record.state != state or name not in self._ledger.records:
                 self._ledger.put(Record(task=name, state=state, seconds=record.seconds, peak_bytes=record.peak_bytes))
 
-    def _task(self, stage: Stage, command: CommandOf) -> Task:
+    def _priorities(self) -> Mapping[str, float]:
+        if not self._config.scheduling.priority:
+            return chains_left(self._graph, self._took())
+        own = named(self._config.scheduling.priority)
+        return {name: own(stage.job, self._config) for name, stage in self._graph.items()}
+
+    def _task(self, stage: Stage, command: CommandOf, priority: float) -> Task:
         config, folder = self._config, self._root / stage.folder
 
         def begin(place: Place) -> Command:
@@ -124,14 +138,13 @@ class ExperimentRun:
             self._digests[stage.name] = states.digest(manifest)
             return ""
 
-        own_priority = named(config.scheduling.priority) if config.scheduling.priority else None
         return Task(
             name=stage.name,
             command=begin,
             needs=stage.needs,
             need=Need(gpus=config.system.gpus_per_job, bytes=self._memory.needed(stage, config)),
-            priority=own_priority(stage.job, config) if own_priority else chain_left(stage, self._graph, self._took()),
-            deadline_s=config.scheduling.deadline_s or math.inf,
+            priority=priority,
+            deadline_s=math.inf if config.scheduling.deadline_s is None else config.scheduling.deadline_s,
             grace_s=GRACE_S,
             unfinished=unfinished,
             peak_bytes=partial(self._memory.peak_of, stage, folder, config),

@@ -12,8 +12,9 @@ from experiment_yard import tree
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo_experiments.runner.config import checked
+from async_grpo_experiments.runner.config_files import changed, write_config
 from async_grpo_experiments.runner.graph import graph_of, keys_of
-from async_grpo_experiments.runner.priority import chain_left, estimate_job_priority, named
+from async_grpo_experiments.runner.priority import chains_left, estimate_job_priority, named
 
 
 @pytest.mark.parametrize(
@@ -32,12 +33,45 @@ from async_grpo_experiments.runner.priority import chain_left, estimate_job_prio
         ({"evaluation": {"etas": [0.0]}}, "evaluation.etas must be over 0"),
         ({"model_pairs": ["tinny"]}, "model_pairs has no 'tinny'. The nearest is tiny"),
         ({"system": {"attn_impl": "flash_attention_2"}}, "set system.attn_impl=eager"),
+        ({"system": {"max_parallel_jobs": 0}}, "max_parallel_jobs must be at least 1"),
+        ({"scheduling": {"deadline_s": 0.0}}, "deadline_s must be over 0"),
+        ({"scheduling": {"stagger_s": -1.0}}, "stagger_s must be 0 or more"),
         ({"system": {"gpus_per_job": 2}}, "set system.gpus_per_job=1"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         checked(tree(**keys))
+
+
+def begun(root: Path) -> Path:
+    """The folder of an experiment that has been started."""
+    config = checked(tree())
+    root.mkdir()
+    write_config(root, config, graph_of(config))
+    return root
+
+
+def test_a_resume_reads_values_as_hydra_does(tmp_path: Path) -> None:
+    root = begun(tmp_path / "x")
+    config = changed(root, ["algos.DPO.lr=2e-5", "evaluation.etas=[1,2.5]", "experiment.name=other", "num_samples=2"])
+    assert config.algos["DPO"] == {"lr": 2e-5}
+    assert (config.evaluation.etas, config.experiment.name, config.num_samples) == ([1, 2.5], "other", 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("+num_samples=2", "change one: KEY=VALUE"),
+        ("num_samples", "change one: KEY=VALUE"),
+        ("num_samples.x=1", "num_samples is a value and has no keys"),
+        ("evaluation.etas=[1", "the value cannot be read"),
+        ("num_sample=1", "the nearest is 'num_samples'"),
+    ],
+)
+def test_what_a_resume_cannot_change_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        changed(begun(tmp_path / "x"), [override])
 
 
 def test_repetitions_have_seeds_of_their_own() -> None:
@@ -60,10 +94,11 @@ def test_a_key_is_of_the_stages_that_it_changes() -> None:
 
 def test_the_longest_chain_is_first_and_a_function_may_say_otherwise() -> None:
     graph = graph_of(checked(tree()))
-    first, last = graph["DPO_tiny_sums_r1.generate"], graph["DPO_tiny_sums_r1.evaluate"]
-    assert (chain_left(first, graph, {}), chain_left(last, graph, {})) == (5, 1)
+    first, last = "DPO_tiny_sums_r1.generate", "DPO_tiny_sums_r1.evaluate"
+    left = chains_left(graph, {})
+    assert (left[first], left[last]) == (5, 1)
     seconds = {("DPO", "generate"): 10.0, ("DPO", "train"): 100.0, ("DPO", "evaluate"): 1.0}
-    assert chain_left(first, graph, seconds) == 221
+    assert chains_left(graph, seconds)[first] == 221
     assert named("async_grpo_experiments.runner.priority:estimate_job_priority") is estimate_job_priority
     with pytest.raises(UsageError, match=r"package\.module:function"):
         named("async_grpo_experiments:nothing")

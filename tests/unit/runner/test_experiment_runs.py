@@ -62,8 +62,9 @@ def test_what_needs_a_failed_stage_is_blocked_and_a_retry_runs_it_alone(yard: Ex
     assert states[QSHARP_1] == "FAILED"
     assert states[QSHARP_2] == f"BLOCKED ({QSHARP_1}.train failed)"
     assert (states["DPO_tiny_sums_r1"], states["DPO_tiny_sums_r2"]) == ("EVAL_COMPLETED", "FAILED")
-    yard.run(only=QSHARP_1)
+    assert yard.run(only=QSHARP_1) == 0
     assert yard.job_states()[QSHARP_2] == "EVAL_COMPLETED"
+    assert yard.job_states()["DPO_tiny_sums_r2"] == "FAILED"
     assert "DPO_tiny_sums_r2.evaluate" not in yard.finished
     assert yard.run() == 0
     assert len(yard.finished) == len({*yard.finished}) == STAGES
