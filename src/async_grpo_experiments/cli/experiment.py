@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,11 @@ def build_parser() -> Parser:
         "experiment", "Run a matrix of algorithms, models, datasets and rounds, and sum it up.", EXAMPLES
     )
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration, or with --retry DIR")
-    parser.add_argument("--dry-run", action="store_true", help="show the jobs and what needs what; start nothing")
-    parser.add_argument("--status", type=Path, metavar="DIR", help="verify and show the jobs of an experiment")
-    parser.add_argument("--retry", metavar="JOB", help="run this job of an experiment, and what it blocks")
-    parser.add_argument("--init", action="store_true", help="write the package's configuration to ./conf")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="show the jobs and what needs what; start nothing")
+    instead.add_argument("--status", type=Path, metavar="DIR", help="verify and show the jobs of an experiment")
+    instead.add_argument("--retry", metavar="JOB", help="run this job of an experiment, and what it blocks")
+    instead.add_argument("--init", action="store_true", help="write the package's configuration to ./conf")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="default: outputs/")
     return parser
 
@@ -48,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.runner.config_files import changed, config_of
 
     _refuse_launchers()
+    keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
+    begun = [Path(key.removeprefix(RESUME)) for key in args.keys or [] if key.startswith(RESUME)]
+    _refuse_unread(args, begun)
     if args.init:
         write_conf(Path("conf"))
         print("conf/config.yaml and conf/gpu/ are written")
@@ -55,14 +60,12 @@ def run(args: argparse.Namespace) -> int:
     if args.status is not None:
         return _show(args.status)
     if args.retry is not None:
-        if len(args.keys or []) != 1:
+        if len(keys) != 1:
             raise UsageError("--retry JOB DIR: name the folder of the experiment, and nothing else.")
-        root = Path(args.keys[0])
+        root = Path(keys[0])
         return experiment.run_experiment(root, config_of(root), only=args.retry)
-    begun = [key.removeprefix(RESUME) for key in args.keys or [] if key.startswith(RESUME)]
-    keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
     if begun:
-        root = Path(begun[-1])
+        root = begun[0]
         config = changed(root, keys)
     else:
         config = checked(composed(place_of_conf(), keys))
@@ -74,6 +77,16 @@ def run(args: argparse.Namespace) -> int:
     return experiment.run_experiment(root, config)
 
 
+def _refuse_unread(args: argparse.Namespace, begun: Sequence[Path]) -> None:
+    """`UsageError` where something was given that would not be read."""
+    if args.keys and (args.init or args.status is not None):
+        raise UsageError(f"{' '.join(args.keys)}: --init and --status take no keys. Leave them out.")
+    if begun and (args.retry is not None or len(begun) > 1):
+        raise UsageError("One experiment is continued: give resume_from=DIR once, or --retry JOB DIR.")
+    if begun and "outputs" in args.given:
+        raise UsageError("--outputs: a resumed experiment stays in its folder. Leave it out.")
+
+
 def _refuse_launchers() -> None:
     import os
 
@@ -82,6 +95,7 @@ def _refuse_launchers() -> None:
 
 
 def _show(root: Path) -> int:
+    from async_grpo.rundir.locks import KernelLock
     from async_grpo_experiments.runner import experiment, on_disk
     from async_grpo_experiments.runner.config_files import config_of
     from async_grpo_experiments.runner.graph import graph_of, stages_by_job
@@ -89,14 +103,14 @@ def _show(root: Path) -> int:
 
     config = config_of(root)
     found, records = on_disk.look(root, config), ledger.read(root / experiment.LEDGER)
+    is_run = KernelLock(root / experiment.LOCK).is_held()  # the ledger of a killed runner says what ran then
     rows = []
     for job, stages in stages_by_job(graph_of(config)).items():
         state = on_disk.state_of(stages, found.done, records)
-        own = [stage.name for stage in stages]
-        states = {name: records[name].state for name in own if name in records}
-        running = [stage.kind for stage in stages if states.get(stage.name) == ledger.RUNNING]
-        why = [found.redo[name] for name in own if name in found.redo]
-        why += [records[name].why for name, state_ in states.items() if state_ == ledger.FAILED]
+        known = [(stage, records[stage.name]) for stage in stages if stage.name in records]
+        running = [stage.kind for stage, record in known if record.state == ledger.RUNNING and is_run]
+        why = [found.redo[stage.name] for stage in stages if stage.name in found.redo]
+        why += [record.why for _, record in known if record.state == ledger.FAILED]
         rows.append([job.id, state, ", ".join(running), printable("; ".join(why))])
     options.print_table(str(root), ["job", "state", "running", "why"], rows)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from experiment_yard import tree
 
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
+from async_grpo.rundir.locks import KernelLock
+from async_grpo_experiments.runner import experiment
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.config_files import changed, write_config
 from async_grpo_experiments.runner.graph import graph_of, keys_of
 from async_grpo_experiments.runner.priority import chains_left, estimate_job_priority, named
+from async_grpo_experiments.slots.ledger import RUNNING, Ledger, Record
 
 
 @pytest.mark.parametrize(
@@ -108,6 +112,49 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(["experiment", "experiment.name=x"]) == 2
     assert "the runner starts the processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--status", "x", "experiment.name=y"], "take no keys"),
+        (["--init", "experiment.name=y"], "take no keys"),
+        (["--status", "x", "--dry-run"], "not allowed with argument --status"),
+        (["--retry", "JOB", "x", "num_samples=2"], "name the folder of the experiment, and nothing else"),
+        (["resume_from=x", "resume_from=y"], "give resume_from=DIR once"),
+        (["resume_from=x", "--outputs", "y"], "Leave it out"),
+        (["resume_from=x"], "x holds no experiment"),
+    ],
+)
+def test_what_would_not_be_read_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with suppress(SystemExit):
+        assert main(["experiment", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_status_says_what_runs_only_while_a_runner_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_run: bool
+) -> None:
+    root = begun(tmp_path / "x")
+    ledger, lock = Ledger(root / experiment.LEDGER), KernelLock(root / experiment.LOCK)
+    ledger.put(Record(task="DPO_tiny_sums_r1.train", state=RUNNING))
+    ledger.close()
+    if is_run:
+        assert lock.try_acquire()
+    try:
+        assert main(["experiment", "--status", str(root)]) == 0
+    finally:
+        lock.release()
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "DPO_tiny_sums_r1" in line]
+    assert ("train" in row) is is_run
 
 
 class TestWithHydra:
