@@ -186,4 +186,4 @@ test-zero3: .venv-zero3/.installed
 	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
 
 clean:
-	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-ray .venv-experiments .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""What the queue of an experiment costs: its graph in few places, packing by bytes, and the runner's own work.
+"""What the queue of an experiment costs: the time of its graph in few places, and its own work. No stage is trained.
 
     python benchmarks/experiments.py [--json FILE]
 
@@ -57,7 +57,7 @@ def longest(stages: dict[str, tuple[float, tuple[str, ...]]]) -> dict[str, float
 
 
 def run(stages: dict[str, tuple[float, tuple[str, ...]]], places: int, folder: Path) -> tuple[float, float]:
-    """Seconds of the whole, and the share of a core that the runner had."""
+    """Seconds of the whole, and the share of a core that the queue had."""
 
     def task(name: str, seconds: float, needs: tuple[str, ...], priority: float) -> Task:
         command = Command(["sleep", f"{seconds:.3f}"], os.environ, folder / f"{name}.log")
@@ -87,7 +87,7 @@ def measured() -> list[Row]:
             shares.append(100 * share)
         name = f"{LINES * ROUNDS} jobs in {places} places"
         rows.append(row(f"{name}, less {START_S} s a start: multiple of the bound", factors, "", target="<= 1.15"))
-        rows.append(row(f"{name}: the runner, of a core", shares, "%", target="<= 3"))
+        rows.append(row(f"{name}: the queue, of a core", shares, "%", target="<= 3"))
     return rows
 
 
