@@ -6,10 +6,11 @@ its own (`stages check`), before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Literal
 
 from async_grpo.errors import BadFileError, UsageError
@@ -188,11 +189,19 @@ def checked(tree: Mapping[str, Any]) -> ExperimentConfig:
 
 
 def _problems(config: ExperimentConfig) -> Iterator[str]:
-    system, training = config.system, config.training
+    yield from _out_of_range(config)
+    yield from _unknown_names(config)
+    yield from _not_built(config)
+    for algo in config.enabled:
+        yield from _problems_of(algo, config)
+
+
+def _out_of_range(config: ExperimentConfig) -> Iterator[str]:
+    system, scheduling = config.system, config.scheduling
     counts = {
         "rounds_of_training": config.rounds_of_training,
         "num_samples": config.num_samples,
-        "training.micro_batch_size": training.micro_batch_size,
+        "training.micro_batch_size": config.training.micro_batch_size,
         "generation.batch_size": config.generation.batch_size,
         "generation.max_new_tokens": config.generation.max_new_tokens,
         "evaluation.num_samples": config.evaluation.num_samples,
@@ -202,51 +211,55 @@ def _problems(config: ExperimentConfig) -> Iterator[str]:
     if system.max_parallel_jobs is not None:
         counts["system.max_parallel_jobs"] = system.max_parallel_jobs
     yield from (f"{name} must be at least 1, got {value}." for name, value in counts.items() if value < 1)
-    scheduling = config.scheduling
     if scheduling.deadline_s is not None and not scheduling.deadline_s > 0:
         yield f"scheduling.deadline_s must be over 0, got {scheduling.deadline_s:g}."
     if not scheduling.stagger_s >= 0:
         yield f"scheduling.stagger_s must be 0 or more, got {scheduling.stagger_s:g}."
     yield from (f"evaluation.etas must be over 0, got {eta:g}." for eta in config.evaluation.etas if not eta > 0)
-    name = config.experiment.name
+
+
+def _unknown_names(config: ExperimentConfig) -> Iterator[str]:
+    name, datasets = config.experiment.name, config.training.datasets
     if "/" in name or name.startswith("."):
         yield f"experiment.name {name!r} is the name of a folder: leave out '/' and a leading '.'."
+    if not (config.enabled and config.families and datasets):
+        yield "The matrix has 0 jobs: enable an algorithm, and name a model and a dataset of training.datasets."
+    by_train = config.evaluation.datasets_by_train
     for kind, names, known in (
         ("algos", config.enabled, ALGORITHMS),
         ("model_pairs", config.families, config.models),
+        ("datasets", [*datasets, *chain.from_iterable(by_train.values()), *by_train], config.datasets),
     ):
         yield from (f"{kind} has no {one!r}.{_nearest(one, known)}" for one in names if one not in known)
-    if not (config.enabled and config.families and training.datasets):
-        yield "The matrix has 0 jobs: enable an algorithm, and name a model and a dataset of training.datasets."
-    named = [*training.datasets, *(one for sets in config.evaluation.datasets_by_train.values() for one in sets)]
-    named += config.evaluation.datasets_by_train
-    yield from (
-        f"datasets has no {one!r}.{_nearest(one, config.datasets)}" for one in named if one not in config.datasets
-    )
+
+
+def _not_built(config: ExperimentConfig) -> Iterator[str]:
     if config.data_collection.reward_batch_size != CollectionKeys().reward_batch_size:
         yield (
             "data_collection.reward_batch_size is of datasets that a reward model scores, and stages with one are not "
             f"built: leave it at {CollectionKeys().reward_batch_size}."
         )
-    if system.gpus_per_job > 1:
+    if config.system.gpus_per_job > 1:
         yield "A stage on several GPUs is not built: set system.gpus_per_job=1."
-    if system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
+    if config.system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
         yield "flash_attention_2 needs the package flash-attn, which is not here: set system.attn_impl=eager."
-    together = training.micro_batch_size * system.gpus_per_job
-    for algo in config.enabled:
-        batch = config.algos[algo].get("batch_size", DEFAULT_BATCH)
-        if type(batch) is not int or batch < 1:
-            yield f"algos.{algo}.batch_size is {batch!r}, not a whole number over 0."
-        elif batch % together:
-            near = [str(size) for size in (batch // together * together, -(-batch // together) * together) if size]
-            yield (
-                f"algos.{algo}.batch_size {batch} must be a multiple of training.micro_batch_size times "
-                f"system.gpus_per_job, {together}: set it to {' or '.join(near)}."
-            )
-        if type(config.algos[algo].get("enabled", True)) is not bool:
-            yield f"algos.{algo}.enabled is {config.algos[algo]['enabled']!r}, not true or false."
 
 
-def _nearest(name: str, known: Any) -> str:
+def _problems_of(algo: str, config: ExperimentConfig) -> Iterator[str]:
+    keys, micro = config.algos[algo], config.training.micro_batch_size
+    batch = keys.get("batch_size", DEFAULT_BATCH)
+    if type(batch) is not int or batch < 1:
+        yield f"algos.{algo}.batch_size is {batch!r}, not a whole number over 0."
+    elif batch % micro:
+        near = [str(size) for size in (batch // micro * micro, -(-batch // micro) * micro) if size]
+        yield (
+            f"algos.{algo}.batch_size {batch} must be a multiple of training.micro_batch_size, {micro}: set it to "
+            f"{' or '.join(near)}."
+        )
+    if type(keys.get("enabled", True)) is not bool:
+        yield f"algos.{algo}.enabled is {keys['enabled']!r}, not true or false."
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
     near = get_close_matches(name, known, n=1)
     return f" The nearest is {near[0]}." if near else f" There are {', '.join(known)}."
