@@ -25,15 +25,17 @@ from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json
-from async_grpo_experiments.algorithms.protocols import Continuations, Cut, collect, configured
+from async_grpo_experiments.algorithms.protocols import Continuations, collect
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.cut_plans import requests_of
-from async_grpo_experiments.problems.table import ON_HUB, ProblemSet, has_reward, load
+from async_grpo_experiments.problems.table import ProblemSet
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentConfig, checked
 from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
+from async_grpo_experiments.runner.sampled_answers import SampledAnswers
+from async_grpo_experiments.runner.stage_settings import check, problems_of, settings_of
 from async_grpo_experiments.slots import held
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
@@ -50,58 +52,6 @@ from async_grpo_experiments.runner.stages import trainer_of
 def get_trainer():
     return trainer_of(Path(__file__).with_suffix(".json"))
 '''
-
-
-def settings_of(config: ExperimentConfig, algo: str, family: str, seed: int) -> Any:
-    """The settings of an algorithm: its own keys over the shared ones. `UsageError` names a key that is wrong."""
-    module, name, shared = ALGORITHMS[algo]
-    kind = getattr(import_module(f"async_grpo_experiments.algorithms.{module}"), f"{name}Settings")
-    collection, training, system = config.data_collection, config.training, config.system
-    model = config.models[family]
-    values: dict[str, Any] = {
-        "reference": model.ref,
-        "temperature": config.generation.temperature,
-        "micro_batch_size": training.micro_batch_size,
-        "gradient_checkpointing": training.gradient_checkpointing,
-        "save_steps": training.save_steps,
-        "attn_impl": system.attn_impl,
-        "clear_cache_interval": system.clear_cache_interval,
-        "max_examples": collection.max_examples,
-        "seed": seed if collection.seed is None else collection.seed,
-        **{key: getattr(collection, key) for key in shared},
-    }
-    known = kind.__dataclass_fields__
-    values |= {"value": model.value} if "value" in known else {}
-    values |= {"max_new_tokens": config.generation.max_new_tokens} if "max_new_tokens" in known else {}
-    own = {key: value for key, value in config.algos[algo].items() if key != "enabled"}
-    return configured(kind, values | own)
-
-
-def problems_of(config: ExperimentConfig, dataset: str, *, evaluated: bool = False) -> ProblemSet:
-    """The rows of a dataset, to train on or to evaluate on. `UsageError`: there are none, or nothing rewards them."""
-    keys = config.datasets[dataset]
-    split = keys.eval_split if evaluated else keys.split
-    most = config.evaluation.max_examples if evaluated else config.data_collection.max_examples
-    made = keys.made | (keys.evaluated if evaluated else {})
-    chat = config.generation.use_chat_template
-    name = keys.source or dataset
-    return load(name, path=keys.path, split=split, max_examples=most, chat=chat, **made)
-
-
-def check(config: ExperimentConfig) -> None:
-    """Refuse keys that an algorithm or a dataset does not know. `UsageError` says which."""
-    for algo in config.enabled:
-        for family in config.families:
-            settings_of(config, algo, family, seed=0)
-    names = {one for dataset in config.training.datasets for one in (dataset, *config.evaluated_sets(dataset))}
-    for dataset in sorted(names):
-        keys = config.datasets[dataset]
-        source = keys.source or dataset
-        if not has_reward(source):
-            raise UsageError(f"{dataset} is scored by a reward model, and stages with one are not built: leave it out.")
-        if keys.path is not None or source not in ON_HUB:  # those of the hub are read when they are used
-            problems_of(config, dataset)
-            problems_of(config, dataset, evaluated=True)
 
 
 class Work:
@@ -253,38 +203,6 @@ class StageError(AsyncGRPOError):
     """A command that a stage started has failed."""
 
     exit_code = 1
-
-
-class SampledAnswers:
-    """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan."""
-
-    def __init__(self, folder: Path) -> None:
-        from datasets import load_from_disk
-
-        self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
-        for row in load_from_disk(str(folder)):
-            self._by_request.setdefault((row["wave"], row["problem"], row["request"]), []).append(row)
-        self._wave = -1
-
-    def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
-        """Answer the next wave of cuts. A cut that failed has no answer."""
-        self._wave += 1
-        before: dict[int, int] = {}
-        found = []
-        for cut in cuts:
-            place = before[cut.problem] = before.get(cut.problem, -1) + 1
-            if rows := self._by_request.get((self._wave, cut.problem, place)):
-                found.append(_continuations(cut, rows))
-        return found
-
-
-def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]]) -> Continuations:
-    return Continuations(
-        cut=cut,
-        prompt=tuple(rows[0]["prompt_ids"]),
-        completions=tuple(tuple(row["completion_ids"][len(cut.prefix) :]) for row in rows),
-        rewards=tuple(float(row["reward"]) for row in rows),
-    )
 
 
 def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]:

@@ -11,7 +11,8 @@ from experiment_yard import tree
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.protocols import Cut
 from async_grpo_experiments.runner.config import checked
-from async_grpo_experiments.runner.stages import SampledAnswers, check, settings_of
+from async_grpo_experiments.runner.sampled_answers import SampledAnswers
+from async_grpo_experiments.runner.stage_settings import check, settings_of
 
 
 def test_an_algorithm_gets_its_own_keys_over_the_shared_ones() -> None:

@@ -1,0 +1,41 @@
+"""What `async-grpo generate` has sampled for an algorithm's plan, in the shape in which the plan is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut
+
+
+class SampledAnswers:
+    """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan."""
+
+    def __init__(self, folder: Path) -> None:
+        from datasets import load_from_disk
+
+        self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
+        for row in load_from_disk(str(folder)):
+            self._by_request.setdefault((row["wave"], row["problem"], row["request"]), []).append(row)
+        self._wave = -1
+
+    def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
+        """Answer the next wave of cuts. A cut that failed has no answer."""
+        self._wave += 1
+        before: dict[int, int] = {}
+        found = []
+        for cut in cuts:
+            place = before[cut.problem] = before.get(cut.problem, -1) + 1
+            if rows := self._by_request.get((self._wave, cut.problem, place)):
+                found.append(_continuations(cut, rows))
+        return found
+
+
+def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]]) -> Continuations:
+    return Continuations(
+        cut=cut,
+        prompt=tuple(rows[0]["prompt_ids"]),
+        completions=tuple(tuple(row["completion_ids"][len(cut.prefix) :]) for row in rows),
+        rewards=tuple(float(row["reward"]) for row in rows),
+    )
