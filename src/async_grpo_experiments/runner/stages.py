@@ -25,7 +25,7 @@ from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json
-from async_grpo_experiments.algorithms.protocols import Continuations, collect
+from async_grpo_experiments.algorithms.protocols import collect
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.cut_plans import requests_of
 from async_grpo_experiments.problems.table import ProblemSet

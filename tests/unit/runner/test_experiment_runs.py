@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiment_yard import ExperimentYard, tree
+from experiment_yard import TWO_PLACES, ExperimentYard, tree
 
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
 from async_grpo_experiments.slots.ledger import read
+from async_grpo_experiments.slots.places import Place
 
 ONE_LINE = tree(algos={"QSharp": {}})
 STAGES = 13  # a reference, and two lines of two rounds of three stages
@@ -171,6 +172,6 @@ def test_a_stage_that_ends_without_its_folder_has_failed(yard: ExperimentYard) -
 
 
 def test_idle_places_say_why_once(yard: ExperimentYard, capsys: pytest.CaptureFixture[str]) -> None:
-    yard.run(ONE_LINE)
+    yard.run(ONE_LINE, places=[*TWO_PLACES, Place(name="c")])  # at first two stages can run
     said = [line for line in capsys.readouterr().out.splitlines() if " idle: " in line]
-    assert len(said) == 1 and "1 of 2 places are idle" in said[0]
+    assert len(said) == 1 and " of 3 places are idle" in said[0]
