@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.formatting import counted, size
 from async_grpo.setup import fingerprints
@@ -27,12 +27,12 @@ def describe_tasks(trainer: GRPOTrainer) -> str:
     return "; ".join(filter(None, parts)) + (f", {held} × {size(nbytes)} more memory" if held else "")
 
 
-def _rows_of_each(dataset: object) -> str:
+def _rows_of_each(dataset: Any) -> str:
     columns = getattr(dataset, "column_names", None) or ()
     if "task" not in columns or not hasattr(dataset, "unique"):  # which a stream has not
         return ""
-    tasks = list(dataset["task"])  # type: ignore[index]
-    sources = list(dataset["data_source"]) if "data_source" in columns else tasks  # type: ignore[index]
+    tasks = list(dataset["task"])
+    sources = list(dataset["data_source"]) if "data_source" in columns else tasks
     named = [(task, str(source)) for task, source in zip(tasks, sources, strict=True) if isinstance(task, str) and task]
     rows, of_each = Counter(task for task, _ in named), Counter(task for task, _ in set(named))
     if len(rows) > MOST_NAMED:
