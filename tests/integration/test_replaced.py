@@ -22,7 +22,7 @@ from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup import overrides
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.overrides import check_overrides, describe_overrides, overridden
-from async_grpo.setup.replaced import original, patched_here
+from async_grpo.setup.replaced import original, patched_here, users_class
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.prompts import prompt_rows
 
@@ -133,6 +133,18 @@ def test_what_a_declared_algorithm_overrides_is_not_of_the_user(tmp_path: Path) 
     assert describe_overrides(users) == "_generate (makes completions, in the workers)"
     assert RolloutTrainer(declared).samples_whole
     assert RolloutTrainer(users).generates_itself
+
+
+def test_a_class_is_the_users_wherever_it_is_written(tmp_path: Path) -> None:
+    """Ours, between which and TRL it is put, are known by their declaration, and not by the name of their module."""
+    namespace: dict[str, Any] = {"__name__": "async_grpo.training.later", "GRPOTrainer": GRPOTrainer}
+    exec(
+        "class Later(GRPOTrainer):\n    def _calculate_rewards(self, *it): return 2 * super()._calculate_rewards(*it)",
+        namespace,
+    )
+    run = InProcessRun(lambda: build_trainer(tmp_path, trainer_class=namespace["Later"], max_steps=1)).train()
+    assert overridden(run.trainer) == ["_calculate_rewards"]
+    assert users_class(run.trainer) == "Later" and type(run.trainer).__name__ == "AsyncLater"
 
 
 def test_a_patch_of_a_process_that_sends_its_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from async_grpo.rollout.trl_group import (
 from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
-from async_grpo.setup.replaced import class_of_trl, replaced_by_user
+from async_grpo.setup.replaced import adapter, class_of_trl, replaced_by_user
 from async_grpo.setup.sampling import guidance_of
 from async_grpo.setup.sampling_changes import SamplingChanges
 from async_grpo.telemetry.trainer_states import StateReader
@@ -308,13 +308,14 @@ class RolloutTrainer:
 def _sampling_below(user_class: type[GRPOTrainer], of_trl: Any) -> type[GRPOTrainer]:
     """The user's class, whose `_generate_single_turn` gets the engine's tokens where it calls TRL's."""
 
+    @adapter
     class SampledByEngine(of_trl):
         _sampled_below: Callable[..., Sampled]
 
         def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Sampled:
             return self._sampled_below(prompt_ids, *args, **kwargs)
 
-    return type(user_class.__name__, (user_class, SampledByEngine), {})
+    return adapter(type(user_class.__name__, (user_class, SampledByEngine), {}))
 
 
 @dataclass(slots=True)

@@ -11,18 +11,27 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from async_grpo.setup.algorithm import declares
 from async_grpo.setup.imports import when_imported
 
 _CLASSES = {"transformers.trainer": "Trainer", "trl.trainer.grpo_trainer": "GRPOTrainer"}  # by module
-_ADAPTERS = ("async_grpo.training.", "async_grpo.rollout.")  # put themselves around the user's class
 _EQUIVALENT = "unsloth"  # begins the names of modules whose trainers do what TRL's do, faster
 _LIBRARIES = ("trl.", "transformers.", "peft.", "torch.", "accelerate.", _EQUIVALENT)
 _DUNDERS = set(vars(object)) - {"__init__"}
 
+_Class = TypeVar("_Class", bound=type)
+
 _originals: dict[type, dict[str, Any]] = {}
+_adapters: WeakSet[type] = WeakSet()
+
+
+def adapter(cls: _Class) -> _Class:
+    """Declare a class that a run puts before the user's trainer class or behind it: what it has is not the user's."""
+    _adapters.add(cls)
+    return cls
 
 
 def note_originals() -> None:
@@ -123,7 +132,7 @@ def naming_arguments(cls: Any) -> Callable[..., dict[str, Any]]:
 
 def users_class(trainer: Any) -> str:
     """The name of the trainer's class as the user has it."""
-    return next(cls.__name__ for cls in type(trainer).__mro__ if not cls.__module__.startswith(_ADAPTERS))
+    return next(cls.__name__ for cls in type(trainer).__mro__ if cls not in _adapters)
 
 
 def bare(value: Any) -> Any:
@@ -134,9 +143,8 @@ def bare(value: Any) -> Any:
 
 
 def _users(value: Any) -> bool:
-    """Whether a function is neither ours nor of a package that does what TRL does."""
-    module = _module(bare(value))
-    return not (module.startswith(_ADAPTERS) or _is_equivalent(module))
+    """Whether a function is not of a package that does what TRL does."""
+    return not _is_equivalent(_module(bare(value)))
 
 
 def _module(function: Any) -> str:
@@ -146,7 +154,7 @@ def _module(function: Any) -> str:
 
 def _is_known(cls: Any) -> bool:
     """Whether a class is TRL's, or one that the user has no hand in."""
-    return cls in _originals or cls is object or cls.__module__.startswith(_ADAPTERS) or _is_equivalent(cls.__module__)
+    return cls in _originals or cls is object or cls in _adapters or _is_equivalent(cls.__module__)
 
 
 def _is_equivalent(module: str) -> bool:

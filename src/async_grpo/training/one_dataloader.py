@@ -12,9 +12,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from async_grpo.setup.replaced import adapter
+
 _SHARED = ("dataset", "collate_fn", "worker_init_fn", "gradient_state")  # attributes of a dataloader, not copied
 
 
+@adapter
 class OneDataLoader:
     """Put before the class of a trainer that makes its own training dataloader."""
 

@@ -24,7 +24,7 @@ from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.overrides import HONOURED, own_dataloader
-from async_grpo.setup.replaced import class_of_trl, original, replaced, users_class
+from async_grpo.setup.replaced import adapter, class_of_trl, original, replaced, users_class
 from async_grpo.setup.trl_compat import AllStepsDone, train_the_rest
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
@@ -75,6 +75,7 @@ class TrainingEvents:
         """transformers has written its part of `checkpoint`. Delete older ones: transformers does not."""
 
 
+@adapter
 class AsyncGRPOMixin(CorrectedLoss):
     """Put before the user's trainer class: finished rollouts of workers take the place of TRL's own generation.
 
@@ -254,7 +255,7 @@ def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule
     trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer), fresh)
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
     _take_methods_off(trainer, {name for base in bases for cls in base.__mro__[:-1] for name in vars(cls)})
-    trainer.__class__ = type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {})
+    trainer.__class__ = adapter(type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {}))
     trainer.events = events
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [it for it in callbacks if type(it) not in (ProgressCallback, PrinterCallback)]

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Notes, noted
 from async_grpo.checks.differential.user_code import note_callbacks, note_methods, note_rewards_and_tools
+from async_grpo.setup.replaced import adapter
 
 HOOKS = ("compute_loss", "_get_per_token_logps_and_entropies")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
@@ -99,6 +100,7 @@ def _norm(tensor: torch.Tensor) -> float:
 def recorded_class(kind: type, notes: Notes) -> type:
     """The trainer's class, which also notes each batch with the log-probabilities and the loss of it."""
 
+    @adapter
     class Recorded(kind):
         _logprobs: torch.Tensor | None = None
 

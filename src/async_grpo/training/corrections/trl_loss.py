@@ -18,7 +18,7 @@ from async_grpo.images import MODEL_INPUTS
 from async_grpo.settings import OFF
 from async_grpo.setup.algorithm import Algorithm, declares
 from async_grpo.setup.overrides import overridden
-from async_grpo.setup.replaced import bare, classes_of_trl, patched_in
+from async_grpo.setup.replaced import adapter, bare, classes_of_trl, patched_in
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.batch import Correction
@@ -35,6 +35,7 @@ else:  # the user's class takes this place at run time
     UserTrainer = object
 
 
+@adapter
 class CorrectedLoss(UserTrainer):
     """Put before the user's trainer class: TRL's loss, with the weights of `correct`, over the kept tokens."""
 
