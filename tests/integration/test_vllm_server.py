@@ -143,6 +143,20 @@ def test_sampling_parameters_go_as_trl_sends_them(server: FakeVLLMServer, tmp_pa
     assert "detokenize" not in body
 
 
+def test_groups_of_other_lengths_are_asked_for_together(server: FakeVLLMServer, tmp_path: Path) -> None:
+    engine = VLLMServer(worker_trainer(tmp_path, server.url))
+    groups = [group([PROMPT] * 2, seq) for seq in range(3)]
+    groups[1:] = (
+        replace(it, job=replace(it.job, sampling={"max_tokens": most})) for it, most in zip(groups[1:], (2, 5))
+    )
+    sampled = engine.sample(groups)
+    while not sampled:
+        sampled = engine.sample([])
+    longest = [max(len(tokens.ids) for tokens in one.tokens) for one in sampled]
+    assert [one.prepared for one in sampled] == groups and longest == [8, 2, 5]
+    assert [body["max_tokens"] for body in server.bodies("/v1/completions")] == [8]
+
+
 def test_the_group_port_and_the_world_are_trls(server: FakeVLLMServer, tmp_path: Path) -> None:
     VLLMServer(worker_trainer(tmp_path, server.url, vllm_group_port=51999))
     (body,) = server.bodies("/init_weight_transfer_engine")

@@ -15,10 +15,12 @@ Decoding = Generator[list[SampledGroup]]  # yields the groups that ended, after 
 
 
 class BatchEngine(ABC):
-    """Neighbours that are given together and sampled alike are sampled together. A subclass says how, in `_decode`."""
+    """Neighbours that are given together and sampled alike are sampled together. A subclass says how, in `_decode`.
+
+    They may differ in `max_tokens`: a shorter limit leaves a batch that a longer one keeps busy.
+    """
 
     joins = False
-    own_lengths = False  # rows of a batch may differ in `max_tokens`
 
     def __init__(self, most_groups: int) -> None:
         self.most_groups = most_groups
@@ -31,8 +33,7 @@ class BatchEngine(ABC):
         """Sample the groups; each is yielded once."""
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        any_length = {"max_tokens": None} if self.own_lengths else {}
-        for _, alike in groupby(new, key=lambda group: {**group.job.sampling, **any_length}):
+        for _, alike in groupby(new, key=lambda group: {**group.job.sampling, "max_tokens": None}):
             self._waiting.append(list(alike))
         if not self._batch:
             if not self._waiting:

@@ -42,8 +42,6 @@ class TransformersEngine(BatchEngine):
         device: where the model belongs, if it was loaded without weights.
     """
 
-    own_lengths = True
-
     def __init__(
         self,
         model: PreTrainedModel,

@@ -48,7 +48,7 @@ class ServerEngine(BatchEngine):
         del self._options["detokenize"]  # of an engine; a server always has its tokenizer
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
-        """All completions come in one answer.
+        """All completions come in one answer. Those of a job with a shorter limit are cut at it.
 
         Raises:
             ValueError: the server refuses the prompts, for example one that is too long for its model.
@@ -58,12 +58,16 @@ class ServerEngine(BatchEngine):
         if any(group.images is not None for group in groups):
             raise UnsupportedError(NO_IMAGES)
         prompts, copies = _each_once([group.prompt_ids for group in groups])
-        options = {**self._options, **groups[0].job.sampling}
+        limits = [group.job.sampling.get("max_tokens", self._options["max_tokens"]) for group in groups]
+        options = {**self._options, **groups[0].job.sampling, "max_tokens": max(limits)}
         ask = partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=options)
         answer = yield from self._answer(ask, f"{len(prompts) * copies} completions of the vLLM server")
         logprobs = [[logprob for (logprob,) in positions] for positions in answer["logprobs"]]
         completions = iter(as_tokens(answer["completion_ids"], logprobs))
-        yield [SampledGroup(prepared=group, tokens=[*islice(completions, len(group.prompt_ids))]) for group in groups]
+        yield [
+            SampledGroup(prepared=group, tokens=[it[:limit] for it in islice(completions, len(group.prompt_ids))])
+            for group, limit in zip(groups, limits, strict=True)
+        ]
 
     def _answer(self, ask: Callable[[], T], what: str) -> Generator[list[SampledGroup], None, T]:
         request = ServerCall(self._client, ask, what, GENERATION_S)
