@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from test_plan import batch, facts
 
 from async_grpo.checks.doctor import setup
 from async_grpo.checks.doctor.finding import Level
+from async_grpo.checks.plan import dry_run
 from async_grpo.checks.plan.facts import Look, Parameters, Shape, TrainerFacts
 from async_grpo.checks.plan.memory import (
     _with_lora as with_lora,
@@ -28,6 +30,7 @@ from async_grpo.checks.plan.memory import (
     worker_fit,
 )
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
+from plans import planned
 
 GB = 10**9
 GIB = 2**30
@@ -156,8 +159,22 @@ def test_grouped_heads_hold_a_long_sequence_beside_7b_on_40_gb_but_no_group_of_t
 def test_the_share_that_vllm_gets_is_the_setting_and_raising_it_is_the_advice() -> None:
     of = of_size(7_616_000_000, QWEN_7B, vllm_share=0.3, max_completion_length=8192)
     assert "do NOT fit vllm_gpu_memory_utilization=0.3" in worker_fit(of, 40 * GB).text
-    rows = list(fit_rows(of, 40 * GB, sharing=0, elsewhere=1))
+    rows = list(fit_rows(of, 40 * GB, elsewhere=1))
     assert any("vllm_gpu_memory_utilization=0.85" in text for _, text in rows)
+
+
+def test_a_worker_with_vllm_on_the_trainers_gpu_has_weights_of_its_own() -> None:
+    """One with the generator hf reads the trainer's in place."""
+    plan = planned(master_device="0", worker_devices=("0",))
+    of = replace(of_size(1_000_000_000, QWEN_7B, max_completion_length=512), generator="hf")
+    in_place, own = (_tokens(dry_run._fit_rows(it, plan, 80 * GB)) for it in (of, replace(of, generator="vllm")))
+    assert in_place - own == pytest.approx(2e9 / kv_bytes_a_token(QWEN_7B), abs=1), "2 GB of bf16 weights less"
+    less = replace(of, generator="vllm", vllm_share=0.05)
+    assert _tokens(dry_run._fit_rows(less, plan, 80 * GB)) == int((4e9 - 2e9) // kv_bytes_a_token(QWEN_7B))
+
+
+def _tokens(rows: Iterable[tuple[str, str]]) -> int:
+    return int(dict(rows)["workers fit"].partition(" tokens")[0].replace(",", ""))
 
 
 def test_the_trainer_of_7b_does_not_fit_and_the_doctor_warns_with_what_helps_most() -> None:

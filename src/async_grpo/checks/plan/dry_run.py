@@ -90,7 +90,7 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
         ("", f"  (optimizer state of {memory.optimizer_note})"),
         *size_rows(facts, on_gpu=question.plan.master_device != CPU or gpu_memory is not None),
         ("", _not_counted(facts)),
-        *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
+        *(fit_rows(facts, gpu_memory) if gpu_memory is not None else ()),
     )
 
 
@@ -207,7 +207,7 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
     yield "", f"  {_parts(memory)}, published for the workers{place} {size(memory.published)} ({_slots(facts)})"
     yield "", f"  (optimizer state of {memory.optimizer_note})"
-    sharing = plan.workers_sharing if facts.generator == HF else 0
+    sharing = _sharing(facts, plan)
     if sharing:
         starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
@@ -230,9 +230,16 @@ def _fit_rows(facts: TrainerFacts, plan: RunPlan, gpu_memory: int) -> Rows:
     """Devices of a CPU stand for the GPUs of another machine: the workers would be on GPUs of their own."""
     workers, master = plan.worker_devices, plan.master_device
     if master == CPU:
-        return fit_rows(facts, gpu_memory, sharing=0, elsewhere=1)
+        return fit_rows(facts, gpu_memory, elsewhere=1)
     others = [workers.count(device) for device in set(workers) if device != master]
-    return fit_rows(facts, gpu_memory, sharing=plan.workers_sharing, elsewhere=max(others, default=0))
+    sharing = _sharing(facts, plan)
+    own_weights = workers.count(master) - sharing if facts.generator in (HF, VLLM) else 0
+    return fit_rows(facts, gpu_memory, sharing=sharing, own_weights=own_weights, elsewhere=max(others, default=0))
+
+
+def _sharing(facts: TrainerFacts, plan: RunPlan) -> int:
+    """How many workers have the server's weights for their own; an engine of vLLM has a copy."""
+    return plan.workers_sharing if facts.generator == HF else 0
 
 
 def _not_counted(facts: TrainerFacts) -> str:

@@ -190,20 +190,25 @@ class Change(NamedTuple):
     saved: int
 
 
-def fit_rows(facts: TrainerFacts, gpu_memory: int, *, sharing: int, elsewhere: int) -> Iterator[tuple[str, str]]:
+def fit_rows(
+    facts: TrainerFacts, gpu_memory: int, *, sharing: int = 0, own_weights: int = 0, elsewhere: int = 0
+) -> Iterator[tuple[str, str]]:
     """Say in words what GPUs of this memory hold.
 
     Args:
-        sharing: workers on the trainer's GPU.
+        sharing: workers on the trainer's GPU that read its weights in place.
+        own_weights: workers on the trainer's GPU that do not, as those with vLLM.
         elsewhere: most workers on one other GPU.
     """
-    published = bool(sharing or elsewhere)
+    published = bool(sharing or own_weights or elsewhere)
     answers = [trainer_fit(facts, gpu_memory, published=published)]
     if elsewhere:
         answers.append(worker_fit(facts, gpu_memory, workers=elsewhere))
+    left = USABLE * gpu_memory - need_of(facts, on_gpu=True)
+    if own_weights:
+        answers.append(worker_fit(facts, gpu_memory, workers=own_weights, at_most=left))
     if sharing:
-        rest = USABLE * gpu_memory - need_of(facts, on_gpu=True)
-        answers.append(_generation(facts, rest, f"the trainer at {USABLE:g} of {size(gpu_memory)}"))
+        answers.append(_generation(facts, left, f"what the trainer leaves of {USABLE:g} of {size(gpu_memory)}"))
     yield from (answer[:2] for answer in answers)
     change = best_change(facts, published=published)
     if change is not None:
@@ -221,12 +226,14 @@ def trainer_fit(facts: TrainerFacts, gpu_memory: int, *, published: bool = True)
     return Fit("trainer fits", f"{size(need)} {answer}{shared}{unknown}", fits)
 
 
-def worker_fit(facts: TrainerFacts, gpu_memory: int, *, workers: int = 1) -> Fit:
-    """The answer for a GPU without the trainer."""
+def worker_fit(facts: TrainerFacts, gpu_memory: int, *, workers: int = 1, at_most: float | None = None) -> Fit:
+    """The answer for a GPU without the trainer, or with it: then it leaves `at_most` bytes for these workers."""
     share = USABLE if facts.vllm_share is None else facts.vllm_share
     setting = "" if facts.vllm_share is None else "vllm_gpu_memory_utilization="
-    rest = share * gpu_memory - workers * estimate(facts).worker_own
-    return _generation(facts, rest, f"{setting}{share:g} of {size(gpu_memory)}")
+    room, named = share * gpu_memory, f"{setting}{share:g} of {size(gpu_memory)}"
+    if at_most is not None and at_most < room:
+        room, named = at_most, f"what the trainer leaves of {USABLE:g} of {size(gpu_memory)}"
+    return _generation(facts, room - workers * estimate(facts).worker_own, named)
 
 
 def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
