@@ -51,6 +51,7 @@ _OTHERS_VLLM: dict[str, Any] = {
     **dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids")),
 }
 _HF_NAMES_IN_VLLM = {"min_new_tokens": "min_tokens"}
+_SUMMED_AS_FLOATS = ("typical_p", "top_h")  # by torch.cumsum, which CUDA has no deterministic kernel of
 # Ways of decoding that are no sampling of one token after another, and what turns them off.
 _NOT_SAMPLING: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
@@ -145,7 +146,12 @@ def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
 
 
 def check_sampling(
-    trainer: GRPOTrainer, correction: str, generator: str | None, evaluated_with: Mapping[str, Any] | None = None
+    trainer: GRPOTrainer,
+    correction: str,
+    generator: str | None,
+    evaluated_with: Mapping[str, Any] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> None:
     """Refuse, before anything is started, sampling that would make the loss wrong silently.
 
@@ -158,6 +164,8 @@ def check_sampling(
     """
     if guidance_of(trainer) is not None:
         _check_guided(trainer, generator)
+    if deterministic and generator == HF and trainer.accelerator.device.type == "cuda":
+        _check_deterministic(effective_sampling(trainer, HF))
     if generator is not None and evaluated_with and needs_kept_tokens(trainer, correction, generator):
         _check_evaluation(evaluated_with)
     refusals = []
@@ -208,6 +216,15 @@ def _check_guided(trainer: Any, generator: str | None) -> None:
         raise UnsupportedError(
             f"{', '.join(changed)} with guidance: values are of the untruncated sampler. Set top_p to 1, top_k to 0 "
             "and min_p to None in the GRPOConfig, and remove what else changes the distribution."
+        )
+
+
+def _check_deterministic(sampling: Sampling) -> None:
+    if found := [f"{name}={sampling.others[name]!r}" for name in _SUMMED_AS_FLOATS if name in sampling.others]:
+        raise UnsupportedError(
+            f"{', '.join(found)} with --deterministic on a GPU: transformers sums probabilities for it with "
+            "torch.cumsum, which has no deterministic kernel for floats there. Remove it (top_p is summed in integers "
+            "here), or leave out --deterministic."
         )
 
 

@@ -64,7 +64,8 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
     if generator is not None:  # else the workers check it
         check_generation(trainer, generator)
-    check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
+    evaluated_with = settings.eval_sampling() if settings.eval_every else None
+    check_sampling(trainer, settings.correction, generator, evaluated_with, deterministic=settings.deterministic)
 
 
 def generator_of(trainer: GRPOTrainer, state: RunState) -> str | None:

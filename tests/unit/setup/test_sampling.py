@@ -156,6 +156,17 @@ def test_transformers_inherits_from_the_model_what_nobody_has_set(name: str, val
     assert getattr(transformers_config(config), name) == value
 
 
+@pytest.mark.parametrize("name", ["typical_p", "top_h"])
+def test_what_cuda_cannot_sum_deterministically_is_refused_by_name(name: str) -> None:
+    config = trainer(generation_kwargs={name: 0.5})
+    config.accelerator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(UnsupportedError, match=rf"^{name}=0.5 with --deterministic on a GPU"):
+        check_sampling(config, "bypass", HF, deterministic=True)
+    check_sampling(config, "bypass", HF)
+    config.accelerator.device.type = "cpu"
+    check_sampling(config, "bypass", HF, deterministic=True)
+
+
 def test_what_trl_sets_is_not_inherited() -> None:
     config = trainer(inherited={"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05})
     assert effective_sampling(config, HF).departures() == []

@@ -51,7 +51,7 @@ def make_engine(
     """
     plan, chosen = state.plan, choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
     check_generation(trl.trainer, chosen)
-    check_sampling(trl.trainer, plan.training.correction, chosen)
+    check_sampling(trl.trainer, plan.training.correction, chosen, deterministic=plan.training.deterministic)
     trl.sampled_by(chosen, plan.training.max_staleness)
     in_flight_update = settings.in_flight_update == "on"
     check_generator_options(
