@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,9 @@ class DPO:
         """Pairs as PITA's: from `samples_per_example` cuts of a greedy roll-in."""
         return pairs_plan(self.settings, problems, round_number)
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """Two rows a pair, the chosen one first. Pairs of equal rewards are dropped and counted."""
-        return best_and_worst([_as_one(*both) for both in pairs_of(continuations)], self.settings)
+        return best_and_worst([*pairs_of(continuations)], self.settings, round_number)
 
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train from the weights of the round before, against the original reference."""
@@ -97,19 +96,4 @@ def as_pairs(rows: Rows) -> Dataset:
             "chosen_ids": [list(chosen.continuation) for chosen, _ in pairs],
             "rejected_ids": [list(rejected.continuation) for _, rejected in pairs],
         }
-    )
-
-
-def _as_one(*both: Continuations) -> Continuations:
-    """The greedy and the sampled continuation of a cut, side by side."""
-    first = both[0]
-    correct = tuple(chain.from_iterable(one.correct or () for one in both))
-    scores = tuple(chain.from_iterable(one.scores or () for one in both))
-    return Continuations(
-        cut=both[1].cut,
-        prompt=first.prompt,
-        completions=tuple(chain.from_iterable(one.completions for one in both)),
-        rewards=tuple(chain.from_iterable(one.rewards for one in both)),
-        correct=correct or None,
-        scores=scores or None,
     )

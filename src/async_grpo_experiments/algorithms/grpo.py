@@ -74,7 +74,7 @@ class GRPO:
         """Ask for nothing: workers sample while it trains."""
         yield from ()
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         return NO_ROWS
 
     def train(self, rows: Rows = NO_ROWS, start: Path | None = None, *, out: Path) -> Trained:

@@ -41,7 +41,7 @@ class GRPOHF:
         wanted = range(number_of_problems(self.settings, problems) if round_number == 1 else 0)
         yield [Cut(problem=problem, count=self.settings.samples_per_prompt) for problem in wanted]
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """A pair of the best and the worst of each group. Groups of equal rewards are dropped and counted."""
         return best_and_worst(continuations, self.settings) if continuations else NO_ROWS
 

@@ -7,11 +7,9 @@ exact at the last token alone, because the logit of a mean is not the log of a m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.heads import train_head
@@ -25,14 +23,13 @@ from async_grpo_experiments.algorithms.protocols import (
 )
 from async_grpo_experiments.algorithms.rows import (
     LabelledRow,
+    Preferences,
     Rows,
     pairs_of,
     pairs_plan,
     preferable,
-    preference,
-    row_of,
-    some,
-    values_by_prompt,
+    rows_of,
+    varied,
 )
 from async_grpo_experiments.guidance.offsets import check_mode
 
@@ -73,22 +70,21 @@ class PITA:
         """Pairs from `samples_per_example` cuts of a greedy roll-in, guided from round 2 on."""
         return pairs_plan(self.settings, problems, round_number)
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """Rows labelled with the probability that they are preferred, or with its draw.
 
         Prompts all of whose rewards are equal are dropped and counted.
         """
-        rng = np.random.default_rng(self.settings.seed)
-        rewards = values_by_prompt(continuations, [preferable(found, self.settings) for found in continuations])
+        pairs = [*pairs_of(continuations)]
+        values = rows_of(pairs, [preferable(pair, self.settings) for pair in pairs])
+        preferences = Preferences(self.settings, round_number)
         items: list[LabelledRow] = []
-        for group, (greedy, sampled) in enumerate(pairs_of(continuations)):
-            worse, better = (preferable(found, self.settings)[0] for found in (greedy, sampled))
-            chance = preference(self.settings, better, worse, rng)
-            labels = [(sampled, chance), (greedy, 1 - chance)][: 2 if self.settings.label == "both" else 1]
-            labels.sort(key=lambda one: -one[1])
-            items += [row_of(found, group, label) for found, label in labels if len(rewards[found.prompt]) > 1]
-        single = sum(len(found) == 1 for found in rewards.values())
-        return some(items, dropped=single, of=len(rewards), what="problem")
+        for greedy, sampled in zip(values[::2], values[1::2], strict=True):
+            chance = preferences.chance(sampled.problem, sampled.label, greedy.label)
+            both = [replace(sampled, label=chance), replace(greedy, label=1 - chance)]
+            both.sort(key=lambda row: -row.label)
+            items += both if self.settings.label == "both" else [replace(sampled, label=chance)]
+        return varied(items, values)
 
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train on the rows of all rounds so far, from the head of the round before."""

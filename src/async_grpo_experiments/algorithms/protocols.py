@@ -49,15 +49,15 @@ class Continuations:
         completions: `cut.count` continuations behind the prefix, with the end token where it was sampled.
         rewards: one for each whole text.
         correct: whether each is right, where the dataset can be verified; preferences then prefer what is right.
-        scores: of a reward model, for preferences alone; by default the rewards, or 0 where `correct` says more.
+        scores: of a reward model, for preferences alone; none: the rewards, or 0 where `correct` says more.
     """
 
     cut: Cut
     prompt: tuple[int, ...]
     completions: tuple[tuple[int, ...], ...]
     rewards: tuple[float, ...]
-    correct: tuple[bool, ...] | None = None
-    scores: tuple[float, ...] | None = None
+    correct: tuple[bool, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 Plan: TypeAlias = Generator[list[Cut], Sequence[Continuations], None]
@@ -99,8 +99,8 @@ class PostTraining(Protocol):
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         """The waves of cuts of one round, for this many problems."""
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
-        """The rows of one round, made of the plan's last wave."""
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
+        """The rows of one round, made of the plan's last wave. Another round draws other preferences."""
 
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train on the rows of all rounds so far.

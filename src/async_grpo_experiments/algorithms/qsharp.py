@@ -13,7 +13,7 @@ from typing import Any
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.heads import check_returns, train_head
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut, HeadSettings, Plan, Trained
-from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, row_of, some, values_by_prompt
+from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, rows_of, varied
 from async_grpo_experiments.guidance.offsets import check_mode
 
 
@@ -43,9 +43,9 @@ class QSharp:
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         return plan_of_values(self.settings, problems, round_number)
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """A row a continuation, labelled with its reward. Prompts all of whose rewards are equal are dropped."""
-        return labelled(continuations, [found.rewards for found in continuations])
+        return varied(rows_of(continuations, [found.rewards for found in continuations]))
 
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train on the rows of all rounds so far, from the head of the round before."""
@@ -62,16 +62,3 @@ def plan_of_values(settings: HeadSettings, problems: int, round_number: int) -> 
     roll_ins = yield [Cut(problem=problem, guided=round_number > 1) for problem in wanted]
     cuts = cuts_of(roll_ins, settings.seed, round_number)
     yield [replace(cut, count=settings.samples_per_example) for cut in cuts]
-
-
-def labelled(continuations: Sequence[Continuations], labels: Sequence[Sequence[float]]) -> Rows:
-    """A row a continuation, in groups of one cut; prompts that have one label alone are dropped and counted."""
-    of_prompt = values_by_prompt(continuations, labels)
-    items = [
-        row_of(found, group, label, index)
-        for group, (found, own) in enumerate(zip(continuations, labels, strict=True))
-        for index, label in enumerate(own)
-        if len(of_prompt[found.prompt]) > 1
-    ]
-    single = sum(len(found) == 1 for found in of_prompt.values())
-    return some(items, dropped=single, of=len(of_prompt), what="problem")

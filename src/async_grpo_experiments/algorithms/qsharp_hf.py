@@ -20,8 +20,8 @@ from async_grpo_experiments.algorithms.protocols import (
     Trained,
 )
 from async_grpo_experiments.algorithms.proxy import Proxy, train_proxy
-from async_grpo_experiments.algorithms.qsharp import labelled, plan_of_values
-from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs
+from async_grpo_experiments.algorithms.qsharp import plan_of_values
+from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs, rows_of, varied
 from async_grpo_experiments.guidance.offsets import check_mode
 
 
@@ -47,9 +47,9 @@ class QSharpHF:
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         return plan_of_values(self.settings, problems, round_number)
 
-    def rows(self, continuations: Sequence[Continuations]) -> Rows:
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """A row a continuation. Its label is for drawing preferences; the head never sees it."""
-        return labelled(continuations, [preferable(found, self.settings) for found in continuations])
+        return varied(rows_of(continuations, [preferable(found, self.settings) for found in continuations]))
 
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train the proxy, in round 1, and the head on its scores."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -134,27 +135,40 @@ def pairs_plan(settings: PreferenceSettings, problems: int, round_number: int) -
     yield wave
 
 
-def pairs_of(continuations: Sequence[Continuations]) -> Iterator[tuple[Continuations, Continuations]]:
-    """The greedy and the sampled answer to each cut of `pairs_plan`, where neither has failed."""
+def pairs_of(continuations: Sequence[Continuations]) -> Iterator[Continuations]:
+    """The greedy and the sampled answer to each cut of `pairs_plan`, side by side, where neither has failed."""
     for greedy, sampled in pairwise(continuations):
         if not sampled.cut.greedy and greedy.cut == replace(sampled.cut, greedy=True):
-            yield greedy, sampled
+            each = ("completions", "rewards", "correct", "scores")
+            both: dict[str, Any] = {name: getattr(greedy, name) + getattr(sampled, name) for name in each}
+            yield replace(sampled, **both)
 
 
 def preferable(found: Continuations, settings: PreferenceSettings) -> tuple[float, ...]:
     """r of each completion: the score of the reward model, and the bonus of what is right."""
-    bonus = (0.0,) * len(found.rewards)
-    scores = found.scores
-    if found.correct is not None:
-        bonus = tuple(settings.correctness_bonus * right for right in found.correct)
-        scores = scores or (0.0,) * len(bonus)
-    return tuple(score + more for score, more in zip(scores or found.rewards, bonus, strict=True))
+    if not found.correct:
+        return found.scores or found.rewards
+    scores = found.scores or (0.0,) * len(found.correct)
+    return tuple(score + settings.correctness_bonus * right for score, right in zip(scores, found.correct, strict=True))
 
 
-def preference(settings: PreferenceSettings, better: float, worse: float, rng: np.random.Generator) -> float:
-    """P(better ≻ worse) by Bradley and Terry, or 1 or 0 drawn by it."""
-    probability = 1 / (1 + math.exp(-settings.bradley_terry_beta * (better - worse)))
-    return float(rng.random() < probability) if settings.bradley_terry_sampling else probability
+class Preferences:
+    """Who is preferred, by Bradley and Terry. Each problem of each round has draws of its own.
+
+    So a problem that fails changes nothing of the others, and a round that is made again is the same.
+    """
+
+    def __init__(self, settings: PreferenceSettings, round_number: int) -> None:
+        self._settings, self._round = settings, round_number
+        self._draws: dict[int, np.random.Generator] = {}
+
+    def chance(self, problem: int, better: float, worse: float) -> float:
+        """P(better ≻ worse), or 1 or 0 drawn by it."""
+        probability = 1 / (1 + math.exp(-self._settings.bradley_terry_beta * (better - worse)))
+        if not self._settings.bradley_terry_sampling:
+            return probability
+        seed = [self._settings.seed, self._round, problem, 1]  # not that of the problem's cuts
+        return float(self._draws.setdefault(problem, np.random.default_rng(seed)).random() < probability)
 
 
 def row_of(found: Continuations, group: int, label: float, index: int = 0) -> LabelledRow:
@@ -169,44 +183,49 @@ def row_of(found: Continuations, group: int, label: float, index: int = 0) -> La
     )
 
 
-def values_by_prompt(
-    continuations: Sequence[Continuations], values: Iterable[Sequence[float]]
-) -> dict[tuple[int, ...], set[float]]:
-    """The different values that the completions of each prompt have: a prompt with one teaches nothing."""
-    found: dict[tuple[int, ...], set[float]] = {}
-    for one, own in zip(continuations, values, strict=True):
-        found.setdefault(one.prompt, set()).update(own)
-    return found
+def rows_of(continuations: Sequence[Continuations], labels: Iterable[Sequence[float]]) -> list[LabelledRow]:
+    """A row a continuation, in groups of one cut."""
+    found = enumerate(zip(continuations, labels, strict=True))
+    return [row_of(one, group, label, index) for group, (one, own) in found for index, label in enumerate(own)]
 
 
-def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceSettings) -> Rows:
-    """A pair of each cut's best and worst continuation; which one is chosen goes by `preference`."""
+def varied(rows: Sequence[LabelledRow], values: Sequence[LabelledRow] | None = None) -> Rows:
+    """The rows of prompts whose completions differ in their value. The other prompts are dropped and counted.
+
+    Args:
+        values: rows whose labels are the values; by default those of `rows`.
+    """
+    of_prompt: dict[tuple[int, ...], set[float]] = {}
+    for row in rows if values is None else values:
+        of_prompt.setdefault(row.prompt, set()).add(row.label)
+    kept = [row for row in rows if len(of_prompt[row.prompt]) > 1]
+    single = sum(len(found) == 1 for found in of_prompt.values())
+    return some(kept, dropped=single, of=len(of_prompt), what="problem")
+
+
+def best_and_worst(continuations: Sequence[Continuations], settings: PreferenceSettings, round_number: int = 1) -> Rows:
+    """A pair of each cut's best and worst continuation, as `preferred_pairs` draws it."""
+    values = [preferable(found, settings) for found in continuations]
+    return preferred_pairs(Rows(tuple(rows_of(continuations, values))), settings, round_number)
+
+
+def preferred_pairs(rows: Rows, settings: PreferenceSettings, round_number: int = 1) -> Rows:
+    """A pair of the best and the worst row of each group, by their labels. Which one is chosen goes by `Preferences`.
+
+    Groups of equal labels are dropped and counted.
+    """
+    preferences = Preferences(settings, round_number)
     items: list[LabelledRow] = []
-    draws: dict[int, np.random.Generator] = {}  # by problem: another one that fails changes nothing of it
-    for found in continuations:
-        rewards = preferable(found, settings)
-        if (low := min(rewards)) == (high := max(rewards)):
+    groups = rows.groups()
+    for group in groups:
+        chosen, rejected = (among(group, key=lambda row: row.label) for among in (max, min))
+        if chosen.label == rejected.label:
             continue
-        best, worst = rewards.index(high), rewards.index(low)
-        rng = draws.setdefault(found.cut.problem, np.random.default_rng([settings.seed, found.cut.problem]))
-        if settings.bradley_terry_sampling and preference(settings, high, low, rng) < 0.5:
-            best, worst = worst, best
-        items += [row_of(found, len(items) // 2, 1.0, best), row_of(found, len(items) // 2, 0.0, worst)]
-    return some(items, dropped=len(continuations) - len(items) // 2, of=len(continuations), what="pair")
-
-
-def preferred_pairs(rows: Rows, settings: PreferenceSettings) -> Rows:
-    """A pair of the best and the worst row of each group, by their labels, as `best_and_worst` draws it."""
-    found = [
-        Continuations(
-            cut=Cut(problem=group[0].problem, prefix=group[0].prefix),
-            prompt=group[0].prompt,
-            completions=tuple(row.continuation for row in group),
-            rewards=tuple(row.label for row in group),
-        )
-        for group in rows.groups()
-    ]
-    return best_and_worst(found, settings)
+        if preferences.chance(chosen.problem, chosen.label, rejected.label) < 0.5:
+            chosen, rejected = rejected, chosen
+        number = len(items) // 2
+        items += [replace(chosen, group=number, label=1.0), replace(rejected, group=number, label=0.0)]
+    return some(items, dropped=len(groups) - len(items) // 2, of=len(groups), what="pair")
 
 
 def some(items: Sequence[LabelledRow], *, dropped: int, of: int, what: str) -> Rows:

@@ -97,7 +97,7 @@ class Work:
         problems = len(self.problems.rows)
         plan = self.algorithm.plan
         if not next(plan(problems, self.job.round), None):
-            self.algorithm.rows([]).save(partial / ROWS)
+            self.algorithm.rows([], self.job.round).save(partial / ROWS)
             return
         out = self.folder / SAMPLES
         run = self._begin(partial, "generating", out)
@@ -106,7 +106,7 @@ class Work:
             self._child("generate", self.reference, setup, run, "--out", str(out), "--deterministic")
         shutil.copytree(out, partial / SAMPLES)
         continuations = collect(plan(problems, self.job.round), SampledAnswers(out).answer)
-        self.algorithm.rows(continuations).save(partial / ROWS)
+        self.algorithm.rows(continuations, self.job.round).save(partial / ROWS)
 
     def train(self, partial: Path) -> None:
         out = self._begin(partial, "training")

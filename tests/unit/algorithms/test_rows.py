@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from async_grpo.errors import BadFileError, UsageError
+from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
+from async_grpo_experiments.algorithms.pita import PITA, PITASettings
 from async_grpo_experiments.algorithms.protocols import (
     AlgorithmSettings,
     Continuations,
@@ -19,12 +22,12 @@ from async_grpo_experiments.algorithms.protocols import (
     configured,
 )
 from async_grpo_experiments.algorithms.rows import (
+    Preferences,
     Rows,
     best_and_worst,
     pairs_of,
     pairs_plan,
     preferable,
-    preference,
     row_of,
 )
 
@@ -46,8 +49,9 @@ def test_a_plan_of_pairs_cuts_each_roll_in_and_answers_it_greedily_and_sampled()
     continuations = collect(pairs_plan(PAIRS, 2, 2), lambda cuts: (waves.append(cuts), answer(cuts))[1])
     assert waves[0] == [Cut(problem=problem, greedy=True, guided=True) for problem in (0, 1)]
     found = list(pairs_of(continuations))
-    assert [sampled.cut.problem for _, sampled in found] == [0, 0, 0, 1, 1, 1]
-    assert {len(sampled.cut.prefix) for _, sampled in found} <= set(range(5))
+    assert [pair.cut.problem for pair in found] == [0, 0, 0, 1, 1, 1]
+    assert {len(pair.cut.prefix) for pair in found} <= set(range(5))
+    assert all(set(pair.completions[0]) == {0} != set(pair.completions[1]) for pair in found), "the greedy one first"
     assert not any(cut.guided for cut in waves[1])
     assert waves == [waves[0], next_wave(waves[0])], "the same seed cuts at the same places"
     assert next_wave(waves[0], round_number=3) != waves[1], "another round cuts at others"
@@ -68,23 +72,39 @@ def next_wave(first: list[Cut], round_number: int = 2) -> list[Cut]:
 
 
 def test_preferences_follow_bradley_and_terry() -> None:
-    rng = np.random.default_rng(0)
     soft = replace(PAIRS, bradley_terry_sampling=False, bradley_terry_beta=2.0)
-    assert preference(soft, 1.0, 0.5, rng) == pytest.approx(0.7310585786)
-    drawn = [preference(replace(soft, bradley_terry_sampling=True), 1.0, 0.5, rng) for _ in range(2000)]
+    assert Preferences(soft, 1).chance(0, 1.0, 0.5) == pytest.approx(0.7310585786)
+    drawing = Preferences(replace(soft, bradley_terry_sampling=True), 1)
+    drawn = [drawing.chance(0, 1.0, 0.5) for _ in range(2000)]
     assert set(drawn) == {0.0, 1.0} and np.mean(drawn) == pytest.approx(0.731, abs=0.03)
+
+
+@pytest.mark.parametrize("kind", [DPO, PITA])
+def test_a_round_that_is_made_again_has_the_same_preferences_and_another_one_others(kind: Any) -> None:
+    settings = {DPO: DPOSettings, PITA: PITASettings}[kind](reference="m", bradley_terry_beta=0.1)
+    pairs = collect(pairs_plan(settings, 20, 1), answer)
+
+    def preferred(round_number: int, continuations: list[Continuations]) -> list[tuple[int, object]]:
+        items = kind(settings).rows(continuations, round_number).items
+        return [(row.problem, (row.prefix, row.continuation)) for row in items if row.label == 1]
+
+    first = preferred(1, pairs)
+    assert preferred(1, pairs) == first != preferred(2, pairs)
+    without = [found for found in pairs if found.cut.problem != 3]
+    assert preferred(1, without) == [row for row in first if row[0] != 3], "one that fails changes no other"
+    assert kind(settings).rows(pairs) == kind(settings).rows(pairs, 1)
 
 
 @pytest.mark.parametrize(
     ("correct", "scores", "preferred"),
     [
-        (None, None, (0.25, 1.0)),
-        (None, (3.0, 2.0), (3.0, 2.0)),
-        ((False, True), None, (0.0, 5.0)),
+        ((), (), (0.25, 1.0)),
+        ((), (3.0, 2.0), (3.0, 2.0)),
+        ((False, True), (), (0.0, 5.0)),
         ((False, True), (3.0, 2.0), (3.0, 7.0)),
     ],
 )
-def test_what_is_right_gets_a_bonus(correct: tuple[bool, bool], scores: tuple[float, float], preferred: object) -> None:
+def test_what_is_right_gets_a_bonus(correct: tuple[bool, ...], scores: tuple[float, ...], preferred: object) -> None:
     found = Continuations(
         cut=Cut(problem=0), prompt=(), completions=((1,), (2,)), rewards=(0.25, 1.0), correct=correct, scores=scores
     )
