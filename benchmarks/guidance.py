@@ -3,10 +3,11 @@
     python benchmarks/guidance.py [--quick] [--only PART …] [--docs]
 
 Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
-avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `sums` (the demo's: QSharp-HF
-and GRPO-HF against the reference), `reviews` (a lexicon as reward), `decoding` (guided against plain). `--quick` leaves
-out `decoding`, `reviews`, PITA and DPO on graphs, and GRPO-HF. `--docs` puts the rows, with those of earlier runs that
-were not measured again, into docs/algorithms.md.
+avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `deep` (G(2,5), as far as it
+comes), `sums` (the demo's: QSharp-HF and GRPO-HF against the reference), `reviews` (a lexicon as reward), `decoding`
+(guided against plain), `strengths` (`async-grpo evaluate` of one η against four). `--quick` leaves out `deep`,
+`decoding`, `reviews`, learned PITA, DPO, and GRPO-HF. `--docs` puts the rows, with those of earlier runs that were not
+measured again, into docs/algorithms.md. Each part says what it took: its time, and that of all its cores together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import importlib.util
 import json
 import logging
 import os
+import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -133,8 +136,10 @@ def ascents(quick: bool, folder: Path) -> Iterator[Row]:
     gap = world.gap(world.guided(of_head(world, trained.folder, "bernoulli", 0.3)), 0.3)
     yield row("ascents, binary, eta .3, Q# learned: KL(q‖π*)", [gap], "nats", target="<= 0.05", note=spent(trained))
     yield row("training of that head", [700 * 256 / trained.seconds], "sequences/s")
+    if quick:
+        return
     world = Enumerable.ascents(graded=True)
-    for both in (False,) if quick else (False, True):
+    for both in (False, True):
         pita = PITA(configured(PITASettings, {**keys, "label": label(both), "bradley_terry_sampling": False}))
         rows = pita.rows(collect(pita.plan(2500), lambda cuts: world.answers(cuts, seed=len(cuts))))
         trained = pita.train(rows, out=folder / f"pita_{both}")
@@ -225,6 +230,29 @@ def star(quick: bool, folder: Path) -> Iterator[Row]:
     success = chances(policy, tokenizer, test).mean()
     divergence = policy_divergence(policy, model, tokenizer, star_rows(test))
     yield row("G(3,3): DPO succeeds", [success], "", note=f"KL {divergence:.3f} nats; {spent(trained)}")
+
+
+def deep(quick: bool, folder: Path) -> Iterator[Row]:
+    """G(2,5): the first hop of five decides. A head of three layers begins from the reference."""
+    tokenizer, test = star_tokenizer(), list(star_graphs(2, 5, 500, seed=5))
+    model = small_transformer(tokenizer, layers=3)
+    train_reference(model, tokenizer, 2, 5, steps=1200)
+    chance_N = chances(model, tokenizer, test)
+    yield row("G(2,5): success of the reference, which knows no goal", [float(chance_N.mean())], "")
+    reference = save(folder / "reference", model, tokenizer)
+    graphs = list(star_graphs(2, 5, 4096, seed=6))
+    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=6)
+    keys = {"reference": reference, "batch_size": 128, "micro_batch_size": 128, "lr": 1e-3, "max_steps": 750, **FAST}
+    qsharp = QSharp(configured(QSharpSettings, {**keys, "loss_type": "bce", "guidance": {"mode": "bernoulli"}}))
+    torch.manual_seed(0)
+    trained = trained_on(sampler, qsharp, len(graphs), folder / "qsharp")
+    for eta in (0.5, 0.1):
+        success, divergence = guided_success(
+            model, tokenizer, trained.folder, "bernoulli", eta, star_rows(test), max_new_tokens=6
+        )
+        best, _ = optimum(chance_N, eta)
+        note = f"the optimum's is {best:.3f}; KL {divergence:.3f} nats; {spent(trained)}"
+        yield row(f"G(2,5), eta {eta:g}: Q# succeeds", [success], "", note=note)
 
 
 def trained_on(sampler: CutSampler, algorithm: PostTraining, problems: int, out: Path) -> Trained:
@@ -404,6 +432,91 @@ def decoded(model: Any, tokenizer: Any, head: ValueHead, use_cache: bool | None,
     return (time.monotonic() - began) / tokens
 
 
+GUIDED_STAR = '''"""G(3,3), decoded by the head that is beside this file."""
+
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from async_grpo_experiments.guidance import guided
+from async_grpo_experiments.worlds.star import star_graphs, star_reward, star_rows
+
+FOLDER = Path(__file__).parent
+
+
+def get_trainer():
+    rows = Dataset.from_list(star_rows(list(star_graphs(3, 3, 200, seed=5))))
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(FOLDER / "reference"),
+        star_reward,
+        args=GRPOConfig(
+            output_dir=str(FOLDER / "unused"),
+            per_device_train_batch_size=8,
+            num_generations=8,
+            max_completion_length=4,
+            beta=0.0,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+        ),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(FOLDER / "reference"),
+    )
+    return guided(trainer, head=FOLDER / "head", eta=0.2)
+'''
+
+
+def strengths(quick: bool, folder: Path) -> Iterator[Row]:
+    """One evaluation of four η against one of one η: a command, two workers, 200 graphs, 8 completions of each.
+
+    A head that was not trained costs what a trained one does. What all processes compute counts, so that other work
+    on the machine does not; and so does their start.
+    """
+    folder.mkdir(parents=True)
+    tokenizer = star_tokenizer()
+    model = small_transformer(tokenizer)
+    reference = save(folder / "reference", model, tokenizer)
+    model = load_policy(reference, QSharpSettings(reference=reference))
+    record = HeadRecord.of(model, tokenizer, kind="value", loss="bce", temperature=1.0)
+    ValueHead.beginning_from(model, record, tokenizer).save(folder / "head")
+    (folder / "guided_star.py").write_text(GUIDED_STAR)
+    one, four = (evaluated(folder, etas) for etas in ("0.2", "0.1,0.2,0.5,1"))
+    yield row(
+        "evaluate, 4 eta against 1", [four / one], "x", target="<= 4.2", note=f"{four:.0f} s of CPU to {one:.0f} s"
+    )
+    yield row("one of these evaluations, without the start", [sampled], "s")
+
+
+def evaluated(folder: Path, etas: str) -> float:
+    """Seconds of CPU of `async-grpo evaluate`, with all of its processes."""
+    before = cpu_s(resource.RUSAGE_CHILDREN)
+    options = ["-n", "2", "--eval-replicates", "8", "--eval-k", "1", "--eval-eta", etas, "--overwrite"]
+    run: Any = subprocess.run(
+        [sys.executable, "-m", "async_grpo.cli", "evaluate", "reference", "--config", "guided_star.py", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = (folder / "evaluation" / "evaluations.jsonl").read_text().splitlines() if run.returncode == 0 else []
+    if len(lines) != len(etas.split(",")):
+        sys.exit(run.stdout + run.stderr)
+    return cpu_s(resource.RUSAGE_CHILDREN) - before
+
+
+def computed_s() -> float:
+    return cpu_s(resource.RUSAGE_SELF) + cpu_s(resource.RUSAGE_CHILDREN)
+
+
+def cpu_s(whose: int) -> float:
+    used = resource.getrusage(whose)
+    return used.ru_utime + used.ru_stime
+
+
 # --- All of it -------------------------------------------------------------------------------------------
 
 
@@ -447,9 +560,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 PARTS: dict[str, Callable[[bool, Path], Iterator[Row]]] = {
-    part.__name__: part for part in (formulas, ascents, kl, star, sums, reviews, decoding)
+    part.__name__: part for part in (formulas, ascents, kl, star, deep, sums, reviews, decoding, strengths)
 }
-NOT_QUICK = ("reviews", "decoding")
+NOT_QUICK = ("deep", "reviews", "decoding")
 
 
 def main() -> None:
@@ -463,9 +576,11 @@ def main() -> None:
     load, rows = os.getloadavg(), []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only or [name for name in PARTS if not options.quick or name not in NOT_QUICK]:
+            began, used = time.monotonic(), computed_s()
             for one in silently(PARTS[name](options.quick, Path(folder) / name)):
                 rows.append(one)
                 print(as_text([one]), flush=True)
+            print(f"    {name}: {time.monotonic() - began:.0f} s, {computed_s() - used:.0f} s of CPU", flush=True)
     if options.docs:
         measured = {one["name"] for one in map(asdict, rows)}
         earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
