@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from itertools import islice
 from pathlib import Path
@@ -23,10 +23,16 @@ Reward = Callable[..., list[float]]
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    """Rows with a column `prompt`, and the reward function; None: a reward model scores afterwards."""
+    """Rows with a column `prompt`, and what rewards an answer.
+
+    Attributes:
+        reward: the reward function; None: a reward model scores afterwards.
+        verified: whether the reward is 1 for what is right and 0 for all else.
+    """
 
     rows: list[dict[str, Any]]
     reward: Reward | None
+    verified: bool
 
 
 class _Hub(NamedTuple):
@@ -83,7 +89,7 @@ def load(
     if not chat:
         return problems
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in problems.rows]
-    return ProblemSet(rows, problems.reward)
+    return replace(problems, rows=rows)
 
 
 def _made(name: str, count: int, keys: Mapping[str, Any]) -> ProblemSet:
@@ -100,7 +106,7 @@ def _of_hub(source: _Hub, path: str | Path | None, split: str, most: int | None)
         prompt = "\n".join([str(row[source.prompt]), *([source.ask] if source.ask else [])])
         answer = {} if source.answer is None else {"answer": str(row[source.answer])}
         rows.append({"prompt": prompt, **answer})
-    return ProblemSet(rows, source.reward)
+    return ProblemSet(rows, source.reward, verified=source.reward is final_number)
 
 
 def _read(source: _Hub, path: str | Path | None, split: str) -> Iterable[Mapping[str, Any]]:
@@ -129,7 +135,7 @@ def _sums(count: int, *, below: int = 50, seed: int = 0) -> ProblemSet:
     for _ in range(count):
         a, b = draw.randrange(below), draw.randrange(below)
         rows.append({"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"})
-    return ProblemSet(rows, exactly)
+    return ProblemSet(rows, exactly, verified=True)
 
 
 def exactly(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -141,13 +147,13 @@ def _star(count: int, *, branches: int = 3, length: int = 3, seed: int = 0) -> P
     from async_grpo_experiments.worlds import star as worlds
 
     graphs = [*worlds.star_graphs(branches, length, count, seed=seed)]
-    return ProblemSet(worlds.star_rows(graphs), worlds.star_reward)
+    return ProblemSet(worlds.star_rows(graphs), worlds.star_reward, verified=True)
 
 
 def _sentiment(count: int, *, seed: int = 1) -> ProblemSet:
     from async_grpo_experiments.worlds import sentiment as worlds
 
-    return ProblemSet(worlds.sentiment_rows(count, seed=seed), worlds.sentiment_reward)
+    return ProblemSet(worlds.sentiment_rows(count, seed=seed), worlds.sentiment_reward, verified=False)
 
 
 _MADE: dict[str, Callable[..., ProblemSet]] = {"sums": _sums, "star": _star, "sentiment": _sentiment}

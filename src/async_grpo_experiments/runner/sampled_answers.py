@@ -10,15 +10,19 @@ from async_grpo_experiments.algorithms.protocols import Continuations, Cut
 
 
 class SampledAnswers:
-    """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan."""
+    """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        verified: whether the reward is 1 for what is right and 0 for all else.
+    """
+
+    def __init__(self, folder: Path, *, verified: bool) -> None:
         from datasets import load_from_disk
 
         self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
         for row in load_from_disk(str(folder)):
             self._by_request.setdefault((row["wave"], row["problem"], row["request"]), []).append(row)
-        self._wave = -1
+        self._wave, self._verified = -1, verified
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
         """Answer the next wave of cuts. A cut that failed has no answer."""
@@ -28,14 +32,16 @@ class SampledAnswers:
         for cut in cuts:
             place = before[cut.problem] = before.get(cut.problem, -1) + 1
             if rows := self._by_request.get((self._wave, cut.problem, place)):
-                found.append(_continuations(cut, rows))
+                found.append(_continuations(cut, rows, self._verified))
         return found
 
 
-def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]]) -> Continuations:
+def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]], verified: bool) -> Continuations:
+    rewards = tuple(float(row["reward"]) for row in rows)
     return Continuations(
         cut=cut,
         prompt=tuple(rows[0]["prompt_ids"]),
         completions=tuple(tuple(row["completion_ids"][len(cut.prefix) :]) for row in rows),
-        rewards=tuple(float(row["reward"]) for row in rows),
+        rewards=rewards,
+        correct=tuple(reward == 1 for reward in rewards) if verified else None,
     )

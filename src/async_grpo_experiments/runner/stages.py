@@ -105,7 +105,8 @@ class Work:
             setup = self._setup_file(run, guided_by=self.trained(self.job.round - 1) if self._rolls_in_guided else None)
             self._child("generate", self.reference, setup, run, "--out", str(out), "--deterministic")
         shutil.copytree(out, partial / SAMPLES)
-        continuations = collect(plan(problems, self.job.round), SampledAnswers(out).answer)
+        answers = SampledAnswers(out, verified=self.problems.verified)
+        continuations = collect(plan(problems, self.job.round), answers.answer)
         self.algorithm.rows(continuations, self.job.round).save(partial / ROWS)
 
     def train(self, partial: Path) -> None:

@@ -19,6 +19,7 @@ class CutSampler:
     Args:
         problems: rows of a dataset, with `prompt` and the columns that the reward reads.
         reward: a reward function of `GRPOTrainer`, for texts.
+        verified: whether the reward is 1 for what is right and 0 for all else.
         processors: makes the logits processors that guide, for one batch and its attention mask.
     """
 
@@ -31,10 +32,12 @@ class CutSampler:
         *,
         max_new_tokens: int,
         temperature: float = 1.0,
+        verified: bool = False,
         processors: Callable[[torch.Tensor], Sequence[Any]] | None = None,
     ) -> None:
         self._model, self._tokenizer, self._problems, self._reward = model, tokenizer, problems, reward
         self._longest, self._temperature, self._processors = max_new_tokens, temperature, processors
+        self._verified = verified
         self._prompts = [tokenizer(problem["prompt"])["input_ids"] for problem in problems]
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
@@ -72,7 +75,8 @@ class CutSampler:
         columns = {name: [value] * len(texts) for name, value in problem.items() if name != "prompt"}
         rewards = self._reward(completions=texts, prompts=[problem["prompt"]] * len(texts), **columns)
         prompt = tuple(self._prompts[cut.problem])
-        return Continuations(cut=cut, prompt=prompt, completions=completions, rewards=tuple(rewards))
+        correct = tuple(reward == 1 for reward in rewards) if self._verified else None
+        return Continuations(cut=cut, prompt=prompt, completions=completions, rewards=tuple(rewards), correct=correct)
 
 
 def _kind(cut: Cut) -> tuple[bool, bool, int]:

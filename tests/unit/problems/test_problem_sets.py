@@ -30,14 +30,14 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_a_set_of_the_hub_is_read_from_a_path(path: Path) -> None:
     problems = load("GSM8K", path=path, chat=True, max_examples=1)
     assert problems.rows == [{"prompt": [{"role": "user", "content": f"1+1?\n{BOXED}"}], "answer": "so\n#### 2"}]
-    assert problems.reward is not None
+    assert problems.reward is not None and problems.verified
     assert problems.reward([r"\boxed{2}", "3"], answer=["so\n#### 2"] * 2) == [1.0, 0.0]
 
 
 def test_where_a_reward_model_scores_there_is_no_function(tmp_path: Path) -> None:
     (tmp_path / "posts.jsonl").write_text('{"prompt": "POST: long. TL;DR:", "completion": " short"}\n')
     problems = load("TLDR", path=tmp_path / "posts.jsonl")
-    assert problems.rows == [{"prompt": "POST: long. TL;DR:"}] and problems.reward is None
+    assert problems.rows == [{"prompt": "POST: long. TL;DR:"}] and problems.reward is None and not problems.verified
 
 
 @pytest.mark.parametrize(

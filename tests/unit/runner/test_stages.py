@@ -9,7 +9,9 @@ from datasets import Dataset
 from experiment_yard import tree
 
 from async_grpo.errors import UsageError
-from async_grpo_experiments.algorithms.protocols import Cut
+from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
+from async_grpo_experiments.algorithms.rows import preferable
+from async_grpo_experiments.problems.table import load
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, settings_of
@@ -49,7 +51,18 @@ def test_cuts_are_answered_by_their_wave_and_place(tmp_path: Path) -> None:
         for wave, place, ids, reward in [(0, 0, [1, 2], 0.0), (1, 0, [1, 3], 1.0), (1, 1, [1, 2, 4], 0.5)]
     ]
     Dataset.from_list(rows).save_to_disk(tmp_path / "samples")
-    answers = SampledAnswers(tmp_path / "samples")
+    answers = SampledAnswers(tmp_path / "samples", verified=False)
     assert [one.completions for one in answers.answer([Cut(problem=0), Cut(problem=1)])] == [((1, 2),)]
     second = answers.answer([Cut(problem=1, prefix=(1,)), Cut(problem=1, prefix=(1, 2))])
     assert [(one.completions, one.rewards) for one in second] == [(((3,),), (1.0,)), (((4,),), (0.5,))]
+
+
+@pytest.mark.parametrize(("dataset", "preferred"), [("sums", (0.0, 5.0)), ("sentiment", (0.0, 1.0))])
+def test_what_is_right_has_its_bonus_where_a_dataset_is_verified(
+    dataset: str, preferred: tuple[float, ...], tmp_path: Path
+) -> None:
+    row = {"problem": 0, "wave": 0, "request": 0, "prompt_ids": [9], "completion_ids": [1]}
+    Dataset.from_list([row | {"reward": reward} for reward in (0.0, 1.0)]).save_to_disk(tmp_path / "samples")
+    answers = SampledAnswers(tmp_path / "samples", verified=load(dataset, max_examples=1).verified)
+    (found,) = answers.answer([Cut(problem=0, count=2)])
+    assert preferable(found, PreferenceSettings(reference="any")) == preferred

@@ -53,9 +53,10 @@ def test_the_chance_of_the_right_path_is_that_of_samples() -> None:
     model = small_transformer(tokenizer, width=32, layers=1)
     train_reference(model, tokenizer, 2, 2, steps=60, nodes=5, batch=64, lr=3e-3)
     graphs = list(star_graphs(2, 2, 4, nodes=5, seed=1))
-    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4)
+    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4, verified=True)
     torch.manual_seed(0)
     found = sampler.answer([Cut(problem=place, count=400) for place in range(4)])
+    assert all(one.correct == tuple(reward == 1 for reward in one.rewards) for one in found)
     sampled = [np.mean(one.rewards) for one in found]
     assert chances(model, tokenizer, graphs) == pytest.approx(sampled, abs=0.1)
     assert np.mean(sampled) > 0.05, "it has learned what a walk is"
@@ -71,7 +72,7 @@ def test_cuts_are_answered_in_their_order_from_their_prefix_up_to_the_end() -> N
     greedy = Cut(problem=0, greedy=True)
     found = sampler.answer([Cut(problem=2, prefix=was, count=2), greedy, Cut(problem=1, count=3), greedy])
     assert [(one.cut.problem, len(one.completions)) for one in found] == [(2, 2), (0, 1), (1, 3), (0, 1)]
-    assert found[1] == found[3]
+    assert found[1] == found[3] and found[0].correct is None
     assert found[0].prompt == tuple(tokenizer(rows[2]["prompt"])["input_ids"])
     assert all(len(tokens) <= 28 for tokens in found[0].completions)
     whole = tokenizer.decode([*was, *found[0].completions[0]], skip_special_tokens=True)
