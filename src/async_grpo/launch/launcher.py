@@ -132,12 +132,12 @@ class _Launch:
         return {"nodes": names, "node_restarts": record.losses, "node_bytes": record.bytes}
 
     def _is_over(self, exits: Exits) -> bool:
-        if NODES in exits and not self._has_lost_nodes and SERVER not in exits:
+        here = self._plan.num_workers
+        if NODES in exits and here and not self._has_lost_nodes and SERVER not in exits:
             self._has_lost_nodes = True
-            here = counted(self._plan.num_workers, "local worker")
-            self._screen.warn(
-                f"the other nodes are lost for good, {here} left. The end of {self._run.nodes_log} says why"
-            )
+            why = last_line(self._logs[NODES].last_words()).removeprefix("error: ")
+            go_on = f"{counted(here, 'local worker')} continue{'s' * (here == 1)}"
+            self._screen.warn(f"the other nodes are given up, {go_on} without them. {why}")
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)
 
     def _needs_workers(self) -> bool:
@@ -167,7 +167,9 @@ class _Launch:
             first = self._workers[0]
             why = f"every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row"
             said = f"The last words of {self._logs[first].path.name}:"
-            return self._fail(f"gave up: {why}. {said}", first, why=f"{why}: ")
+            code = self._fail(f"gave up: {why}. {said}", first, why=f"{why}: ")
+            self._say_how_to_continue()
+            return code
         if stopping and server.code == -signal.SIGKILL:
             self._screen.warn(
                 f"the parameter server did not end in {self._plan.launch.stop_grace:g} s (--stop-grace) and was "
@@ -201,9 +203,12 @@ class _Launch:
             if server.code == REFUSED and (refusal := read_refusal(self._run.root)) is not None:
                 said = f"{refusal.worker} cannot do what the setup file asks for, so the run ends"
         code = self._fail(said, SERVER, max(server.code, 1), was_killed=server.code < 0)
+        self._say_how_to_continue()
+        return code
+
+    def _say_how_to_continue(self) -> None:
         if self._has_checkpoint() and not self._plan.models:
             self._screen.warn(f"to continue the run: {summary.next_command(runs.STOPPED, self._run)}")
-        return code
 
     def _has_checkpoint(self) -> bool:
         with suppress(RunDirError, OSError):

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +22,7 @@ LOCAL = "local"
 SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75
 LOCAL_ADDRESS = "127.0.0.2"  # of this machine alone; Ray replaces 127.0.0.1 by the address that others can reach
 LOCAL_STORE_BYTES = 256 * 2**20
+HEAD_S = 2.0  # for the head to take a connection
 CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
 EXCHANGE, WEIGHTS = "exchange", "weights"  # groups of threads of an actor
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
@@ -81,6 +83,8 @@ class Cluster:
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         if address == LOCAL:
             self._prepare_local()
+        else:  # tries to reach the head, of 40 s each where nothing answers: by default it is 20 of them
+            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
         import ray
 
         self._ray = ray
@@ -125,6 +129,15 @@ class Cluster:
         if not reachable:
             return ""
         return f"who can reach {reachable[0]} can run code as you: the cluster asks for no token"
+
+    def head_answers(self) -> bool:
+        """Whether the head takes connections. Ray's own calls would wait for it, for a minute."""
+        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), HEAD_S).close()
+        except OSError:
+            return False
+        return True
 
     def put(self, data: Any) -> Any:
         """Bytes in the cluster's store, for any number of calls."""

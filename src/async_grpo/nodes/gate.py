@@ -41,6 +41,7 @@ DEFAULT_WORKERS = 2  # of a node without GPUs
 START_S = 60.0  # for an actor that has room to answer
 END_S = 10.0  # for the nodes to end
 AGAIN_S = 2.0  # between tries to find a machine
+HEAD_EVERY_S = 5.0  # between looks for the head of Ray
 
 
 def run_gate(root: Path) -> None:
@@ -57,7 +58,13 @@ def run_gate(root: Path) -> None:
     launch = state.plan.launch
     assert launch.ray is not None, "the launcher starts it only then"
     workers = launch.workers_per_node or DEFAULT_WORKERS
-    with Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id) as cluster:
+    try:
+        joined = Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id)
+    except AsyncGRPOError as error:
+        if read_nodes(run.nodes) is None:
+            raise
+        raise PeerDiedError(f"Ray is gone: {reason_of(error)}") from error
+    with joined as cluster:
         stop.install().defer()  # Ray has put a handler of its own in the place of ours
         _Gate(run, state, cluster, stop).run()
 
@@ -77,16 +84,19 @@ class _Gate:
         self._mutex = threading.Lock()
         self._taken: dict[str, int] = {}  # machine -> number of the worker that it is
         self._trouble: BaseException | None = None
-        self._has_joined: set[int] = set()  # numbers
+        self._head_is_lost = False
         self._unusable: set[str] = set()  # machines whose workers have failed time and again, or were refused later
         before = read_nodes(run.nodes)  # a gate that died has left its counts
-        self._rows = {row.number: row for row in before.nodes} if before is not None else {}
+        rows = before.nodes if before is not None else ()
+        gone = {"gone": "the process that serves it has begun again", "gone_s": time.monotonic()}
+        self._rows = {row.number: row if row.gone else replace(row, **gone) for row in rows}
+        self._has_joined = set(self._rows)  # numbers
 
     def run(self) -> None:
         if why := self._cluster.open_to_the_network():
             logger.warning("{}. SECURITY.md says how to ask for one", why)
-        machines = self._wait_for_machines()
-        count = self._launch.nodes - 1 if self._launch.nodes else len(machines)
+        machines = self._cluster.machines() if self._has_joined else self._wait_for_machines()
+        count = self._launch.nodes - 1 if self._launch.nodes else max(len(machines), len(self._has_joined))
         first = self._state.plan.num_workers + 1
         threads = [
             threading.Thread(target=self._guarded, args=(number,), name=f"node-{number}", daemon=True)
@@ -106,7 +116,7 @@ class _Gate:
             raise self._trouble
 
     def _watch(self) -> None:
-        recorded, served = 0.0, time.monotonic()
+        recorded, looked, served = 0.0, 0.0, time.monotonic()
         while self._trouble is None and not self._is_over():
             if self._taken or self._state.plan.num_workers:
                 served = time.monotonic()
@@ -118,7 +128,27 @@ class _Gate:
             if time.monotonic() - recorded > RECORD_EVERY_S:
                 recorded = time.monotonic()
                 self._record()
+            if time.monotonic() - looked > HEAD_EVERY_S:
+                looked = time.monotonic()
+                self._look_for_the_head()
             time.sleep(LOOK_S)
+
+    def _look_for_the_head(self) -> None:
+        """Say so when it is lost: Ray ends this process, but only after a minute, and says so only in the log."""
+        if (lost := not self._cluster.head_answers()) == self._head_is_lost:
+            return
+        self._head_is_lost = lost
+        if not lost:
+            logger.info("The head of Ray answers again")
+            return
+        here = self._state.plan.num_workers
+        logger.warning(
+            "Ray is gone: {}. The other nodes end in about a minute, and join again if Ray is started again, the head "
+            "first (`ray start --head`)",
+            "nobody is left on this machine"
+            if not here
+            else f"{counted(here, 'local worker')} continue{'s' * (here == 1)}",
+        )
 
     def _is_over(self) -> bool:
         """As for a worker: where the launcher is killed, the server of a deterministic run still needs its nodes."""
@@ -162,18 +192,11 @@ class _Gate:
         if machine is None:
             self._pause()
             return
-        activity = Activity()
         workers, gpus = self._size_of(machine)
-        activity.publish(
-            self._run.root,
-            f"dev{number}",
-            device=f"{machine.name}: {counted(workers, 'worker')}",
-            run_id=self._state.run_id,
-            state=LOADING,
-        )
+        logger.info("starting {} on {}, to be dev{}", counted(workers, "worker"), machine.name, number)
         node = self._cluster.start(machine, workers=workers, gpus=gpus)
         try:
-            self._serve(number, machine, node, activity, workers, gpus)
+            self._serve(number, machine, node, workers, gpus)
             self._end(node)
         except PeerDiedError as error:
             if self._goes_on.is_set():
@@ -195,7 +218,7 @@ class _Gate:
         row = self._rows.setdefault(number, NodeRecord(name=machine.name, worker=f"dev{number}", number=number))
         row.gone, row.gone_s, row.losses = str(error), time.monotonic(), row.losses + 1
 
-    def _serve(self, number: int, machine: Machine, node: RayNode, activity: Activity, workers: int, gpus: int) -> None:
+    def _serve(self, number: int, machine: Machine, node: RayNode, workers: int, gpus: int) -> None:
         began = time.monotonic()
         self._compare(machine, self._await(node.facts(), machine, START_S + self._launch.node_wait))
         why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
@@ -212,6 +235,14 @@ class _Gate:
             before = self._rows.get(number, NodeRecord(number=number))
             row = self._rows[number] = replace(
                 before, name=machine.name, worker=queue.name, workers=workers, gone="", gone_s=0.0
+            )
+            activity = Activity()  # only now: one without the lock would be a dead worker
+            activity.publish(
+                self._run.root,
+                queue.name,
+                device=f"{machine.name}: {counted(workers, 'worker')}",
+                run_id=self._state.run_id,
+                state=LOADING,
             )
             FarNodeSeat(
                 node,

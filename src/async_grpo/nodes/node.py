@@ -38,12 +38,13 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
-from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.paths import RunDir, RunState, activity_file
 from async_grpo.rundir.reading import parse_object, read_file
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import CPU
 from async_grpo.setup.devices import threads_per_process
 from async_grpo.setup.process import end_with_parent, path_to_us
+from async_grpo.telemetry.activity import LOADING, STARTING, read_activity
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Exchanged:
     groups: list[tuple[int, bytes]] = field(default_factory=list)  # number, and the file
     failures: list[tuple[int, str]] = field(default_factory=list)  # number, and the reason
     log: list[str] = field(default_factory=list)
-    workers: int = 0  # alive
+    workers: int = 0  # that can take a job
     version: int | None = None  # that they can see
     refused: str = ""  # a worker's refusal, which ends the run
     waited_s: float = 0.0  # for something to say
@@ -128,6 +129,7 @@ class _RunHere:
         self._answer = Exchanged()
         self._held: deque[tuple[SentJob, Job]] = deque()  # until their weights are here
         self._turn = 0
+        self._ready: set[tuple[str, int]] = set()  # name and pid of each worker
         self._ended = threading.Event()
         children = [
             worker_child(state.plan, self._run, number, self._needs_workers, _environment(state, order["threads"]))
@@ -158,7 +160,7 @@ class _RunHere:
             self._changed.wait_for(lambda: self._has_news() or self._turn != turn, POLL_S)
             answer, self._answer = self._answer, Exchanged()
         answer.waited_s = time.monotonic() - began
-        answer.workers = len(self._queue.workers())
+        answer.workers = self._ready_workers()
         answer.version = self._weights.published
         return answer
 
@@ -238,6 +240,16 @@ class _RunHere:
             self._changed.notify_all()
 
     # Workers
+
+    def _ready_workers(self) -> int:
+        """Live workers that have loaded: a job that came before would wait, and the trainer for it."""
+        alive = {(worker.name, worker.pid) for worker in self._queue.workers()}
+        self._ready &= alive
+        for name, pid in alive - self._ready:
+            record = read_activity(activity_file(self._run.root, name))
+            if record is not None and record.pid == pid and record.state not in (STARTING, LOADING):
+                self._ready.add((name, pid))
+        return len(self._ready)
 
     def _watch_workers(self) -> None:
         """Run the workers, in a thread that lives as long: the kernel ends a child with the thread that forked it."""

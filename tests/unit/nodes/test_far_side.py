@@ -31,6 +31,7 @@ from async_grpo.rundir.paths import RUNNING, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import path_to_us
+from async_grpo.telemetry.activity import LOADING, Activity
 
 
 class FakeWeights:
@@ -106,7 +107,19 @@ def test_a_job_waits_for_its_weights(here: _RunHere) -> None:
         assert [claim.job.seq for claim in worker.claim(5)] == [1]
         here.receive({"version": 4}, b"")
         assert [claim.job.seq for claim in worker.claim(5)] == [2]
-        assert told(here, lambda answer: answer.workers).version == 4
+        assert told(here, lambda answer: answer.version).version == 4
+
+
+def test_a_worker_that_loads_is_none_to_the_server(here: _RunHere) -> None:
+    """Its lock is there from its start, but a job that came now would keep the trainer waiting."""
+    activity = Activity()
+    with closing(WorkerQueue.open(here._run.root, 1, "cpu")) as worker:
+        assert here.exchange([], b"").workers == 0
+        activity.publish(here._run.root, worker.name, device="cpu", run_id=RUN, state=LOADING)
+        assert here.exchange([], b"").workers == 0
+        activity.waits("jobs")
+        assert here.exchange([], b"").workers == 1
+    assert here.exchange([], b"").workers == 0, "it is gone"
 
 
 def test_a_group_and_a_failure_are_told_and_the_attempt_is_that_of_the_server(here: _RunHere) -> None:

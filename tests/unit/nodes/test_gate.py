@@ -23,7 +23,7 @@ from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
-from async_grpo.telemetry.nodes import read_nodes
+from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, write_nodes
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}
 FACTS = {"versions": VERSIONS, "cpu": "x86", "gpus": []}
@@ -54,7 +54,7 @@ class FakeCluster:
     """These machines, and an actor on each that is started."""
 
     def __init__(self, *names: str, gpus: int = 0) -> None:
-        self.names, self.gpus = list(names), gpus
+        self.names, self.gpus, self.has_head = list(names), gpus, True
         self.make: Callable[[str], FakeActor] = lambda name: FakeActor()
         self.started: list[str] = []
 
@@ -70,6 +70,9 @@ class FakeCluster:
 
     def open_to_the_network(self) -> str:
         return ""
+
+    def head_answers(self) -> bool:
+        return self.has_head
 
 
 @pytest.fixture
@@ -188,6 +191,36 @@ def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue) -> N
     dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
     with pytest.raises(PeerDiedError, match="No other machine is left"):
         gate.run()
+
+
+def test_the_loss_of_the_head_is_said(
+    run: RunDir, server: ServerQueue, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "HEAD_EVERY_S", 0.0)
+    cluster = FakeCluster("gpu2")
+    gate, stop = a_gate(run, cluster, nodes=2)
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    cluster.has_head = False
+    until(lambda: warnings, "a warning")
+    stop.requested = True
+    thread.join(30)
+    assert warnings[0].startswith("Ray is gone: 1 local worker continues. The other nodes end in about a minute")
+    assert len(warnings) == 1
+
+
+def test_a_gate_that_begins_again_takes_what_is_there(run: RunDir, server: ServerQueue) -> None:
+    """A run may shrink: what was asked for is wanted at the first start only."""
+    run.root.mkdir(exist_ok=True)
+    write_nodes(run.nodes, NodesRecord(nodes=(NodeRecord(name="gpu3", number=2, worker="dev2", workers=2),)))
+    gate, stop = a_gate(run, FakeCluster("gpu2"), nodes=3)
+    assert gate._rows[2].gone == "the process that serves it has begun again"
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    until(server.workers, "the one that is there")
+    stop.requested = True
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_stop_ends_it_and_a_number_that_is_taken_is_waited_for(run: RunDir, server: ServerQueue) -> None:
