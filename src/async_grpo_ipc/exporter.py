@@ -4,7 +4,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
@@ -182,24 +183,44 @@ class WeightExporter:
         Raises:
             ValueError: `version` is not greater than the last one published.
         """
+        self._sources.check()
+        with self.writing(version) as slot:
+            if slot is not None:
+                self._copy(slot)
+        return slot is not None
+
+    @contextmanager
+    def writing(self, version: int) -> Iterator[int | None]:
+        """Hold a free slot, to be filled through `payload`: at the end of the block it is the newest version.
+
+        Gives None where every slot but the newest is being read. After an error, nobody can read the slot.
+
+        Raises:
+            ValueError: as `publish`.
+        """
         if self.version is not None and version <= self.version:
             raise ValueError(f"version must grow: {version} after {self.version}. For a rollback make a new exporter.")
-        self._sources.check()
         slot = self._claim_slot()
         if slot is None:
             self._skip(version)
-            return False
+            yield None
+            return
         try:
             self._mark(slot, SlotState.WRITING, version)
             self._in_slots[slot] = -1
-            self._copy(slot)
+            yield slot
             self._mark(slot, SlotState.READY, version)
             self._in_slots[slot] = version
         finally:
             self._release_slot(slot)
         self._current, self.version, self._skipped_in_a_row = slot, version, 0
         self._announce(version)
-        return True
+
+    def payload(self, slot: int | None = None) -> Tensor:
+        """The bytes of all tensors of a slot, by default the newest version's, as `layout` places them."""
+        at = self._current if slot is None else slot
+        assert at is not None, "there is no version before the first"
+        return self._memory.blocks[1 + at][memory.CANARY_BYTES :]
 
     def copied(self) -> dict[str, Tensor]:
         """Copy, into new memory of the host, what `publish` would write into a slot now."""

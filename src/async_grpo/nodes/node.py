@@ -48,7 +48,8 @@ from async_grpo.telemetry.activity import LOADING, STARTING, read_activity
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:
-    from async_grpo.nodes.receiving import Bytes, ReceivedWeights
+    from async_grpo.nodes.receiving import ReceivedWeights
+    from async_grpo_ipc.delta.buffers import Bytes
 
 POLL_S = 1.0  # how long an exchange waits for something to say
 LOOK_S = 0.5

@@ -1,7 +1,7 @@
 """The weights of a node: pieces that arrive become versions that its workers map.
 
-A version is published only when its hash is the one that was sent, so a transfer that ends in the middle publishes
-nothing.
+They are written where workers will read them, and a version is published only when its hash is the one that was sent:
+a transfer that ends in the middle publishes nothing.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo_ipc import WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
-from async_grpo_ipc.delta import Buffer, DeltaError, apply, digest
+from async_grpo_ipc.delta import DeltaError, apply, digest
+from async_grpo_ipc.delta.buffers import Bytes
 from async_grpo_ipc.delta.file import read
-from async_grpo_ipc.delta.tensors import NAME_OF, as_tensor
-from async_grpo_ipc.layout import Layout, TensorSpec, read_layout
+from async_grpo_ipc.delta.tensors import as_stored
+from async_grpo_ipc.fields import CANARY_BYTES
+from async_grpo_ipc.layout import Layout, TensorSpec, read_layout, views
 from async_grpo_ipc.sources import Sources
 
 MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
@@ -31,7 +33,9 @@ EXTRA_BYTES = 256 * 2**20  # that further slots may take, one for each worker
 FREE_SLOT_S = 0.5  # how long a version waits here for a slot that nobody reads
 POLL_S = 0.005
 
-Bytes = NDArray[np.uint8]
+
+class _NoSlot(Exception):
+    """Workers read every slot but the newest."""
 
 
 class ReceivedWeights:
@@ -44,13 +48,9 @@ class ReceivedWeights:
     def __init__(self, handle: Path, workers: int) -> None:
         self._handle, self._workers = handle, workers
         self._exporter: WeightExporter | None = None
-        self._frame: dict[str, Any] = {}
         self._slot: Layout
-        self._static: dict[str, Buffer] = {}
-        self._buffers: dict[str, Buffer] = {}  # of `has`
-        self._digest = ""
-        self.has: int | None = None  # the version that is here, published or not
-        self._arriving: dict[str, Buffer] = {}
+        self._digest = ""  # of the newest version
+        self._arriving: Generator[None, Bytes, None] | None = None  # takes the buckets of one whole
         self._arrived = 0  # bytes
 
     @property
@@ -59,108 +59,125 @@ class ReceivedWeights:
         return None if self._exporter is None else self._exporter.version
 
     def receive(self, about: Mapping[str, Any], data: Bytes) -> dict[str, Any]:
-        """Take a piece. Returns what is here and published now; `why`: the whole version must be sent."""
+        """Take a piece. Returns what workers can see then.
+
+        `why`: all must be sent again; `busy`: this piece must, as workers read every slot.
+        """
+        why, busy = "", False
         try:
-            if about["kind"] == "whole":
-                self._take_bucket(about, data)
-            elif about["kind"] == "delta":
+            if about["kind"] == "delta":
                 self._apply(int(about["version"]), data)
+            else:
+                self._take_bucket(about, data)
+        except _NoSlot:
+            self._arriving, busy = None, True
         except DeltaError as error:
-            self.has, self._buffers, self._arriving = None, {}, {}
-            return {"has": None, "published": self.published, "why": str(error)}
-        self._publish()
-        return {"has": self.has, "published": self.published, "why": ""}
+            self._forget()
+            self._digest, why = "", str(error)
+        return {"published": self.published, "why": why, "busy": busy}
 
     def close(self) -> None:
+        self._forget()
         if self._exporter is not None:
             self._exporter.close()
 
     def _take_bucket(self, about: Mapping[str, Any], data: Bytes) -> None:
         if about["at"] == 0:
-            self._begin(about)
-        if about["at"] != self._arrived or not self._arriving:
+            self._forget()
+            self._arriving, self._arrived = self._static(about) if about["kind"] == "static" else self._whole(about), 0
+            next(self._arriving)
+        if self._arriving is None or about["at"] != self._arrived:
             raise DeltaError(f"A part of version {about['version']} is missing: {about['at']} after {self._arrived}.")
-        at = 0
-        for buffer in self._arriving.values():
-            first, last = max(self._arrived, at), min(self._arrived + len(data), at + buffer.nbytes)
-            if first < last:
-                buffer.data[first - at : last - at] = data[first - self._arrived : last - self._arrived]
-            at += buffer.nbytes
         self._arrived += len(data)
-        if self._arrived == about["total"]:
-            self._finish(int(about["version"]), about["digest"])
+        try:
+            self._arriving.send(data)
+        except StopIteration:
+            self._arriving = None
 
-    def _begin(self, about: Mapping[str, Any]) -> None:
-        if about.get("frame"):
-            self._frame = json.loads(about["frame"])
-            self._slot = read_layout(self._frame["slot"])
-        if not self._frame:
+    def _forget(self) -> None:
+        """Leave what has begun to arrive."""
+        if self._arriving is not None:
+            self._arriving.close()
+        self._arriving = None
+
+    def _whole(self, about: Mapping[str, Any]) -> Generator[None, Bytes, None]:
+        if self._exporter is None:
             raise DeltaError("What the tensors are was not sent.")
-        static = read_layout(self._frame["static"]).tensors if about.get("frame") else ()
-        wanted = [*_by_name(static), *_by_name(self._slot.tensors)]
-        self._arriving = {spec.name: _empty(spec) for spec in wanted}
-        self._arrived = 0
+        version = int(about["version"])
+        with self._free_slot(version) as payload:
+            yield from _filling(payload, about)
+            _require(digest(as_stored(payload, self._slot)), about["digest"], f"Version {version}")
+        self._digest = about["digest"]
 
-    def _finish(self, version: int, expected: str) -> None:
-        arrived, self._arriving = self._arriving, {}
-        names = {spec.name for spec in self._slot.tensors}
-        changing = {name: buffer for name, buffer in arrived.items() if name in names}
-        static = {name: buffer for name, buffer in arrived.items() if name not in names}
-        found = digest(changing)
-        if found != expected:
-            raise DeltaError(f"Version {version} has the hash {found} instead of {expected}.")
-        if self._exporter is None and digest(static) != self._frame["static_digest"]:
-            raise DeltaError("The weights that do not change have another hash than they had.")
-        self._static = static
-        self._buffers, self._digest, self.has = changing, found, version
+    def _static(self, about: Mapping[str, Any]) -> Generator[None, Bytes, None]:
+        """What does not train, and with it what the tensors are."""
+        frame = json.loads(about["frame"])
+        layout = read_layout(frame["static"])
+        block = np.empty(layout.nbytes, np.uint8)
+        yield from _filling(block[CANARY_BYTES:], about)
+        _require(digest(as_stored(block[CANARY_BYTES:], layout)), about["digest"], "What does not train")
+        if self._exporter is None:
+            self._slot = read_layout(frame["slot"])
+            self._exporter = self._open(frame, layout, views(torch.from_numpy(block), layout.tensors))
 
     def _apply(self, version: int, data: Bytes) -> None:
-        if self.has is None:
+        if self._exporter is None or not self._digest:
             raise DeltaError("There is no version here to start from.")
-        delta, _ = read(io.BytesIO(data.tobytes()))
-        self._buffers = apply(delta, self._buffers, in_place=True, known=self._digest)
-        self._digest, self.has = delta.result, version
+        delta, _ = read(io.BytesIO(data.data))
+        before = self._exporter.payload().numpy()
+        with self._free_slot(version) as payload:
+            payload[:] = before
+            apply(delta, as_stored(payload, self._slot), in_place=True, known=self._digest)
+        self._digest = delta.result
 
-    def _publish(self) -> None:
-        """Let workers see what is here. They may read every slot: then the next call tries again."""
-        if self.has is None or self._arriving:
-            return
-        if self._exporter is None:
-            self._exporter = self._open()
+    @contextmanager
+    def _free_slot(self, version: int) -> Iterator[Bytes]:
+        """The bytes of a slot, which are published at the end of the block."""
+        assert self._exporter is not None
         deadline = time.monotonic() + FREE_SLOT_S
-        while self.has != self._exporter.version and not self._exporter.publish(self.has):
+        while True:
+            with self._exporter.writing(version) as slot:
+                if slot is not None:
+                    yield self._exporter.payload(slot).numpy()
+                    return
             if time.monotonic() > deadline:
-                return
+                raise _NoSlot
             time.sleep(POLL_S)
 
-    def _open(self) -> WeightExporter:
-        static = read_layout(self._frame["static"])
+    def _open(self, frame: Mapping[str, Any], layout: Layout, static: dict[str, Tensor]) -> WeightExporter:
+        def write(destinations: Mapping[str, Tensor]) -> None:
+            for name, destination in destinations.items():
+                destination.copy_(static.pop(name))  # with the last one their memory goes
+
         sources = Sources(
             changing={spec.name: _shape_of(spec) for spec in self._slot.tensors},
-            static={spec.name: _shape_of(spec) for spec in static.tensors},
-            tied=dict(self._frame["tied"]),
-            complete=bool(self._frame["complete"]),
-            buffers=bool(self._frame["buffers"]),
-            write=self._write,
+            static={spec.name: _shape_of(spec) for spec in layout.tensors},
+            tied=dict(frame["tied"]),
+            complete=bool(frame["complete"]),
+            buffers=bool(frame["buffers"]),
+            write=write,
             written_on=torch.device("cpu"),
         )
         extra = min(self._workers - 1, EXTRA_BYTES // max(1, self._slot.payload_bytes))
-        exporter = WeightExporter(sources, self._handle, min(MIN_SLOTS + extra, MAX_SLOTS))
-        self._static = {}
-        return exporter
-
-    def _write(self, destinations: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, destination in destinations.items():
-                destination.copy_(as_tensor(self._buffers.get(name) or self._static[name]))
+        return WeightExporter(sources, self._handle, min(MIN_SLOTS + extra, MAX_SLOTS))
 
 
-def _by_name(specs: tuple[TensorSpec, ...]) -> list[TensorSpec]:
-    return sorted(specs, key=lambda spec: spec.name)
+def _filling(target: Bytes, about: Mapping[str, Any]) -> Generator[None, Bytes, None]:
+    """Take buckets until the target is full."""
+    if about["total"] != len(target):
+        raise DeltaError(f"{about['total']:,} bytes are sent, and the tensors have {len(target):,}.")
+    at = 0
+    while True:
+        data = yield
+        target[at : at + len(data)] = data
+        at += len(data)
+        if at >= len(target):
+            return
 
 
-def _empty(spec: TensorSpec) -> Buffer:
-    return Buffer(NAME_OF[spec.dtype], spec.shape, np.empty(spec.nbytes, np.uint8))
+def _require(found: str, expected: str, what: str) -> None:
+    if found != expected:
+        raise DeltaError(f"{what} has the hash {found} instead of {expected}.")
 
 
 def _shape_of(spec: TensorSpec) -> Tensor:

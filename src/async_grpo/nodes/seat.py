@@ -257,11 +257,7 @@ class FarNodeSeat:
             if newest is None:
                 self._done.wait(HUNGRY_S)
                 continue
-            if has == newest and self._published == newest:
-                time.sleep(WEIGHTS_POLL_S)
-                continue
-            if has == newest:  # it is there, and every slot is being read
-                self._published = self._await(self._calls.receive({"kind": "again"}, b""))["published"]
+            if has == newest:
                 time.sleep(WEIGHTS_POLL_S)
                 continue
             has = self._send_version(has)
@@ -270,16 +266,19 @@ class FarNodeSeat:
         """Bring the node to the newest version; returns the one that it has then."""
         began, sent, kinds = time.monotonic(), 0, set()
         for piece in self._versions.pieces(has):
+            asked = time.monotonic()
             answer = self._await(self._calls.receive(piece.about, piece.data))
-            sent += piece.nbytes
-            kinds.add(piece.about["kind"])
             if answer["why"]:
                 logger.warning("{} asks for the whole weights: {}", self._name, answer["why"])
                 return None
-            has, self._published = answer["has"], answer["published"]
+            if answer["busy"]:  # workers read every slot
+                return has
+            if piece.about["kind"] == "whole":
+                self._versions.took(piece.nbytes, time.monotonic() - asked)
+            sent += piece.nbytes
+            kinds.add(piece.about["kind"])
+            has = self._published = answer["published"]
         seconds, now = time.monotonic() - began, self._figures
-        if "whole" in kinds:
-            self._versions.took(sent, seconds)
         now.weights_s, now.weights_bytes, now.bytes = round(seconds, 4), sent, now.bytes + sent
         now.deltas, now.wholes = now.deltas + ("delta" in kinds), now.wholes + ("whole" in kinds)
         return has

@@ -1,7 +1,7 @@
 """The server's weights, as pieces that travel to nodes: whole, or as the difference from what a node has.
 
 A version is copied from the slot that the server has published to the host once, for all nodes. The difference is that
-of `async_grpo_ipc.delta`, exact to the bit; the whole is the bytes of all tensors, in buckets.
+of `async_grpo_ipc.delta`, exact to the bit; the whole is the bytes of the slot as they lie there, in buckets.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from async_grpo_ipc.attachment import Generations
 from async_grpo_ipc.delta import Buffer, digest, encode
+from async_grpo_ipc.delta.buffers import Bytes
 from async_grpo_ipc.delta.file import pack
-from async_grpo_ipc.delta.tensors import copied
+from async_grpo_ipc.delta.tensors import as_stored
 from async_grpo_ipc.errors import IPCError
+from async_grpo_ipc.fields import CANARY_BYTES
 from async_grpo_ipc.layout import described
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ BUCKET_BYTES = 512 * 2**20
 LEASE_S = 30.0
 TRY_DELTA_EVERY = 16  # versions, where the last difference took longer than sending all
 
-Bytes = NDArray[np.uint8]
 Put = Callable[[Bytes], Any]  # into the cluster's store, once for all nodes; returns what a call can be given
 
 
@@ -53,11 +54,8 @@ class _Whole(NamedTuple):
 
     version: int
     digest: str
-    buffers: dict[str, Buffer]  # what changes with every version
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+    payload: Bytes  # of its slot
+    buffers: dict[str, Buffer]  # which lie in `payload`
 
 
 class PublishedVersions:
@@ -69,10 +67,10 @@ class PublishedVersions:
         self._mutex = threading.Lock()  # of `_generations`, held for moments
         self._packing = threading.RLock()  # of what follows, held while a version is copied and encoded
         self._now: _Whole | None = None
-        self._static: dict[str, Buffer] = {}
-        self._frame = ""  # JSON: what the tensors are, for a node that has none yet
+        self._static = np.empty(0, np.uint8)  # what does not train
+        self._frame: dict[str, Any] = {}  # what the tensors are, for a node that has none yet
         self._differences: dict[int, _Difference] = {}  # by the version that they start from
-        self._buckets: dict[tuple[int, int, bool], Any] = {}
+        self._buckets: dict[tuple[int, str, int], Any] = {}
         self._encode_s = 0.0
         self._bytes_per_s = 0.0
         self._taken = 0
@@ -99,10 +97,12 @@ class PublishedVersions:
             for step in steps:
                 yield WeightsPiece({"kind": "delta", "version": step.to}, step.data, step.nbytes)
             return
-        yield from self._all_of(now, with_static=since is None)
+        if since is None:
+            yield from self._in_buckets("static", now.version, self._static, self._frame)
+        yield from self._in_buckets("whole", now.version, now.payload, {"digest": now.digest})
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """Remember how fast a whole version went."""
+        """Remember how fast a whole version went, or a part of one."""
         self._bytes_per_s = nbytes / max(seconds, 1e-6)
 
     def close(self) -> None:
@@ -116,50 +116,41 @@ class PublishedVersions:
         try:
             if self._now is not None and lease.version == self._now.version:
                 return self._now
-            buffers = self._copy(lease)
+            payload, buffers = self._copy(lease)
         finally:
             with self._mutex:
                 lease.attachment.end_lease(lease)
-        before, self._now = self._now, self._with_difference(lease.version, buffers)
+        self._now = self._with_difference(lease.version, payload, buffers)
         self._buckets = {key: data for key, data in self._buckets.items() if key[0] == lease.version}
-        if before is None:
-            self._differences = {}
         return self._now
 
-    def _copy(self, lease: Lease) -> dict[str, Buffer]:
-        attachment = lease.attachment
-        tensors, handle = attachment.tensors(lease.slot), attachment.handle
+    def _copy(self, lease: Lease) -> tuple[Bytes, dict[str, Buffer]]:
+        handle, blocks = lease.attachment.handle, lease.attachment.memory.blocks
         if not self._frame:
-            names = sorted(spec.name for spec in handle.static.tensors)
-            self._static = dict(copied((name, tensors[name]) for name in names))
-            frame: dict[str, Any] = {
-                "static": described(handle.static),
-                "slot": described(handle.slot),
-                "tied": dict(handle.tied),
-            }
-            frame |= {"complete": handle.complete, "buffers": handle.buffers, "static_digest": digest(self._static)}
-            self._frame = json.dumps(frame)
-        names = sorted(spec.name for spec in handle.slot.tensors)
-        found = dict(copied((name, tensors[name]) for name in names))
-        attachment.require_readable()
-        return found
+            self._static = _on_the_host(blocks[0])
+            frame: dict[str, Any] = {"static": described(handle.static), "slot": described(handle.slot)}
+            frame |= {"tied": dict(handle.tied), "complete": handle.complete, "buffers": handle.buffers}
+            hashed = digest(as_stored(self._static, handle.static))
+            self._frame = {"frame": json.dumps(frame), "digest": hashed}
+        payload = _on_the_host(blocks[1 + lease.slot])
+        lease.attachment.require_readable()
+        return payload, as_stored(payload, handle.slot)
 
-    def _with_difference(self, version: int, buffers: dict[str, Buffer]) -> _Whole:
+    def _with_difference(self, version: int, payload: Bytes, buffers: dict[str, Buffer]) -> _Whole:
         """Encode what has changed since the version before, where that has been faster than sending all."""
         before = self._now
         self._taken += 1
-        nbytes = sum(buffer.nbytes for buffer in buffers.values())
-        send_s = nbytes / self._bytes_per_s if self._bytes_per_s else float("inf")
+        send_s = payload.nbytes / self._bytes_per_s if self._bytes_per_s else float("inf")
         if before is None or (self._encode_s > send_s and self._taken % TRY_DELTA_EVERY):
-            return _Whole(version, digest(buffers), buffers)
+            return _Whole(version, digest(buffers), payload, buffers)
         began = time.monotonic()
         delta = encode(before.buffers, buffers, base=before.digest)
         data = np.frombuffer(b"".join(pack(delta, {})), np.uint8)
         self._encode_s = time.monotonic() - began
-        if len(data) < min(nbytes, BUCKET_BYTES):
+        if len(data) < min(payload.nbytes, BUCKET_BYTES):
             self._differences[before.version] = _Difference(version, self._put(data), len(data))
-            self._forget_old(nbytes)
-        return _Whole(version, delta.result, buffers)
+            self._forget_old(payload.nbytes)
+        return _Whole(version, delta.result, payload, buffers)
 
     def _forget_old(self, most_bytes: int) -> None:
         """Drop the oldest differences that are together larger than the whole."""
@@ -178,30 +169,21 @@ class PublishedVersions:
             at = steps[-1].to
         return steps if at == now.version else []
 
-    def _all_of(self, now: _Whole, *, with_static: bool) -> Iterator[WeightsPiece]:
-        parts = [*(self._static.values() if with_static else ()), *now.buffers.values()]
-        total = sum(part.nbytes for part in parts)
-        about = {"kind": "whole", "version": now.version, "digest": now.digest, "total": total}
-        for start in range(0, total, BUCKET_BYTES):
-            size = min(BUCKET_BYTES, total - start)
-            frame = {"frame": self._frame} if with_static and start == 0 else {}
-            key = (now.version, start, with_static)
+    def _in_buckets(self, kind: str, version: int, payload: Bytes, about: dict[str, Any]) -> Iterator[WeightsPiece]:
+        about = {**about, "kind": kind, "version": version, "total": payload.nbytes}
+        for at in range(0, max(1, payload.nbytes), BUCKET_BYTES):
+            bucket = payload[at : at + BUCKET_BYTES]
             with self._packing:
-                data = self._buckets.get(key)
+                data = self._buckets.get((version, kind, at))
                 if data is None:
-                    data = self._put(cut(parts, start, size))
-                    if self._now is not None and self._now.version == now.version:
-                        self._buckets[key] = data
-            yield WeightsPiece({**about, **frame, "at": start}, data, size)
+                    data = self._put(bucket)
+                    if self._now is not None and self._now.version == version:
+                        self._buckets[version, kind, at] = data
+            yield WeightsPiece({**about, "at": at}, data, bucket.nbytes)
 
 
-def cut(parts: list[Buffer], start: int, size: int) -> Bytes:
-    """The bytes `start` to `start + size` of these tensors, one behind the other."""
-    out = np.empty(size, np.uint8)
-    at = 0
-    for part in parts:
-        first, last = max(start, at), min(start + size, at + part.nbytes)
-        if first < last:
-            out[first - start : last - start] = part.data[first - at : last - at]
-        at += part.nbytes
-    return out
+def _on_the_host(block: torch.Tensor) -> Bytes:
+    """A copy of a block's bytes behind its canary."""
+    payload = np.empty(block.numel() - CANARY_BYTES, np.uint8)
+    torch.from_numpy(payload).copy_(block[CANARY_BYTES:])
+    return payload

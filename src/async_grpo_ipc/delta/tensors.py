@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from async_grpo_ipc.delta.buffers import ITEM_BYTES, Buffer
+from async_grpo_ipc.delta.buffers import ITEM_BYTES, Buffer, Bytes
 from async_grpo_ipc.errors import DeltaError
+from async_grpo_ipc.fields import CANARY_BYTES
+from async_grpo_ipc.layout import Layout
 
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -38,6 +40,19 @@ def copied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Buffer]
 def as_buffer(tensor: Tensor) -> Buffer:
     """A buffer that shares the memory of a contiguous tensor of the host."""
     return Buffer(NAME_OF[tensor.dtype], tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def as_stored(payload: Bytes, layout: Layout) -> dict[str, Buffer]:
+    """Buffers that share the memory of a block: each tensor's bytes in the order in which they lie there.
+
+    Args:
+        payload: of the block, all but its canary.
+    """
+    found = {}
+    for spec in layout.tensors:
+        start = spec.offset - CANARY_BYTES
+        found[spec.name] = Buffer(NAME_OF[spec.dtype], spec.shape, payload[start : start + spec.nbytes])
+    return found
 
 
 def as_tensor(buffer: Buffer) -> Tensor:

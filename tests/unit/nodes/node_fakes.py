@@ -76,7 +76,7 @@ class FakeFarNode:
 
     def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
-        answer.set_result({"has": self.version, "published": self.version, "why": ""})
+        answer.set_result({"published": self.version, "why": "", "busy": False})
         return answer
 
     def end(self, finished: bool) -> Future[None]:

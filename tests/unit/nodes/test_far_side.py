@@ -41,7 +41,7 @@ class FakeWeights:
 
     def receive(self, about: dict[str, Any], data: bytes) -> dict[str, Any]:
         self.published = about["version"]
-        return {"has": self.published, "published": self.published, "why": ""}
+        return {"published": self.published, "why": "", "busy": False}
 
     def close(self) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from async_grpo.nodes import sending
+from async_grpo.nodes import receiving, sending
 from async_grpo.nodes.receiving import ReceivedWeights
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo_ipc import WeightExporter, open_remote_memory
+from async_grpo_ipc.layout import ALIGNMENT
 
 
 class Tied(nn.Module):
-    """Two layers that train, one that does not, and a second name for the first."""
+    """Layers that train, one of which lies transposed, one that does not, and a second name for the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 16, bias=False)
         self.again = self.first
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
         self.short = nn.Parameter(torch.randn(33).to(torch.bfloat16))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
 
@@ -46,11 +48,11 @@ class Here:
             self.model.first.weight[at % 16] += 1.0
         assert self.exporter.publish(version)
 
-    def send(self) -> list[dict[str, Any]]:
-        return [self.node.receive(piece.about, piece.data) for piece in self.versions.pieces(self.node.has)]
+    def send(self, since: int | None = None) -> list[dict[str, Any]]:
+        return [self.node.receive(piece.about, piece.data) for piece in self.versions.pieces(since)]
 
     def kinds(self) -> set[str]:
-        return {piece.about["kind"] for piece in self.versions.pieces(self.node.has)}
+        return {piece.about["kind"] for piece in self.versions.pieces(self.node.published)}
 
     def close(self) -> None:
         self.node.close()
@@ -85,7 +87,7 @@ def test_a_node_publishes_what_the_server_has(here: Here, bucket: int, monkeypat
     assert_equal_there(here, 0)
     for version in range(1, 6):
         here.train(version, at=version)
-        here.send()
+        here.send(since=version - 1)
         assert_equal_there(here, version)
 
 
@@ -94,15 +96,27 @@ def test_a_small_change_travels_as_a_difference_and_so_do_several(here: Here) ->
     here.train(1)
     assert here.kinds() == {"delta"}
     here.train(2, at=1)
-    assert [piece.about["version"] for piece in here.versions.pieces(here.node.has)] == [1, 2]
+    assert [piece.about["version"] for piece in here.versions.pieces(0)] == [1, 2]
+    here.send(since=0)
+    assert_equal_there(here, 2)
+
+
+def test_all_is_sent_where_that_has_been_faster_than_a_difference(here: Here) -> None:
     here.send()
+    here.train(1)
+    here.send(since=0)
+    here.versions.took(nbytes=10**9, seconds=1e-6)
+    here.train(2)
+    assert here.kinds() == {"whole"}
+    here.send(since=1)
     assert_equal_there(here, 2)
 
 
 def test_what_does_not_train_goes_once(here: Here) -> None:
-    first = sum(piece.nbytes for piece in here.versions.pieces(None))
-    again = sum(piece.nbytes for piece in here.versions.pieces(-5))
-    assert first - again == here.model.frozen.nbytes
+    first, again = list(here.versions.pieces(None)), list(here.versions.pieces(-5))
+    assert [piece.about["kind"] for piece in first] == ["static", "whole"]
+    assert [piece.about["kind"] for piece in again] == ["whole"]
+    assert here.model.frozen.nbytes <= first[0].nbytes < 2 * ALIGNMENT
 
 
 def test_a_version_in_the_middle_of_its_way_is_not_published(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +142,7 @@ def test_a_damaged_or_missing_piece_publishes_nothing_and_the_whole_heals(
     damaged[0][3] ^= 1
     abouts = [piece.about for piece in here.versions.pieces(-5)]
     answers = [here.node.receive(about, data) for about, data in zip(abouts, damaged, strict=True)]
-    assert "has the hash" in answers[-1]["why"] and answers[-1]["has"] is None
+    assert "has the hash" in answers[-1]["why"] and answers[-1]["published"] == 0
     assert published(here.handle)[0] == 0
     answer = here.node.receive(abouts[2], damaged[2])
     assert "missing" in answer["why"]
@@ -144,10 +158,27 @@ def test_a_difference_that_was_damaged_asks_for_the_whole(here: Here) -> None:
     broken = np.array(piece.data)
     broken[-1] ^= 1
     answer = here.node.receive(piece.about, broken)
-    assert answer["has"] is None and "damaged" in answer["why"]
+    assert "damaged" in answer["why"]
     assert published(here.handle)[0] == 0
     here.send()
     assert_equal_there(here, 1)
+
+
+def test_a_version_waits_for_a_slot_that_nobody_reads(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "FREE_SLOT_S", 0.0)
+    here.send()
+    with ExitStack() as readers:
+        for version in (1, 2, 3):
+            weights = readers.enter_context(open_remote_memory(here.handle))
+            readers.enter_context(weights.lease())
+            here.train(version)
+            (answer,) = here.send(since=version - 1)
+        assert answer == {"published": 2, "why": "", "busy": True}
+        (answer,) = here.send(since=-5)
+        assert answer == {"published": 2, "why": "", "busy": True}
+    (answer,) = here.send(since=2)
+    assert answer == {"published": 3, "why": "", "busy": False}
+    assert_equal_there(here, 3)
 
 
 def test_there_is_nothing_before_the_server_publishes_and_what_a_dead_one_left_is_not_taken(tmp_path: Path) -> None:
