@@ -108,7 +108,10 @@ def _beginning(server: AnswerServer) -> Callable[[int, dict[str, Any]], Evaluati
     run, plan, trainer = server.run, server.plan, server.trainer
     problems = problems_of(trainer)
     if not problems:
-        raise UsageError(f"The trainer of {plan.config} has no eval_dataset. Give it one to evaluate on.")
+        raise UsageError(
+            f"The trainer of {plan.config} has no eval_dataset. Add eval_dataset=Dataset.from_list([...]) to the "
+            "GRPOTrainer of its get_trainer(): rows like those of train_dataset, with problems that are not trained on."
+        )
     warn_of_duplicates(problems)
     judge = Judge.of(trainer.reward_funcs, rule_of(server))
     finished = [found.group for found in FinishedGroups(run.root).evaluated()]

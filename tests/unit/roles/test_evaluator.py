@@ -72,6 +72,13 @@ def test_what_a_guided_evaluation_cannot_do_is_refused(asked: dict[str, Any], me
         samplings(**asked)
 
 
+def test_a_file_without_problems_is_told_what_to_add() -> None:
+    """As the file of `async-grpo init` is."""
+    server: Any = SimpleNamespace(run=None, plan=planned(Path("mine.py")), trainer=SimpleNamespace(eval_dataset=None))
+    with pytest.raises(UsageError, match=r"mine\.py has no eval_dataset\. Add eval_dataset=Dataset\.from_list"):
+        evaluator._beginning(server)
+
+
 class Tied(nn.Module):
     """As transformers has it: the input's and the output's embedding may be one."""
 

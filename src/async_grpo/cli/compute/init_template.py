@@ -65,6 +65,7 @@ def get_trainer() -> GRPOTrainer:
         processing_class=tokenizer,  # CHANGE: delete this line; TRL loads the tokenizer of the model that you name
         reward_funcs=[share_of_the_letter],
         train_dataset=Dataset.from_list(ROWS),
+        # CHANGE: add eval_dataset=..., rows that are not trained on: a run then evaluates, and so does `evaluate`
         args=GRPOConfig(
             output_dir="outputs/first",  # CHANGE: the folder of the checkpoints
             max_steps=100,
