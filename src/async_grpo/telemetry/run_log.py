@@ -27,10 +27,11 @@ logger.level(STEP, no=logger.level("INFO").no)
 WINDOW_S = 60.0  # that rates are over
 TAIL_BYTES = 256 * 1024  # a minute of all but the fastest runs
 
-StepLine = tuple[tuple[str, ...], ...]  # each part with the metrics it needs; left out where one is missing
+# Each part with the metrics it needs; left out where one is missing. `*/NAME` is that metric of each task, in brackets.
+StepLine = tuple[tuple[str, ...], ...]
 
 TRAINING_LINE: StepLine = (
-    ("reward {:.3f}", "reward"),
+    ("reward {:.3f}{}", "reward", "*/reward"),
     ("vf_explained_var {:.2f}", "critic/vf_explained_var"),
     ("{:.0f} rollouts/s", "async/rollouts_per_second"),
     ("staleness {:.1f}", "async/staleness_mean"),
@@ -56,6 +57,7 @@ REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queu
 )
 
 
+_OF_TASKS = "*/"
 _ACCURACY = "eval_rewards/accuracy/mean"  # of TRL's own evaluation
 _QUOTED = ("step", "eval_version", "loss", "reward", _ACCURACY)
 
@@ -161,17 +163,18 @@ def _of_the_summary(item: Entry | TakenBack) -> Entry | TakenBack:
 
 
 def described(logs: Mapping[str, Any], line: StepLine) -> list[str]:
-    """The parts of a line whose metrics are there; beside the reward, in brackets, those of tasks (`TASK/reward`)."""
-    return [
-        text.format(*(logs[name] for name in names)) + (_rewards_of_tasks(logs) if names == ["reward"] else "")
-        for text, *names in line
-        if all(logs.get(name) is not None for name in names)
-    ]
+    """The parts of a line whose metrics are there."""
+    parts = [(text, [_figure(logs, name) for name in names]) for text, *names in line]
+    return [text.format(*figures) for text, figures in parts if None not in figures]
 
 
-def _rewards_of_tasks(logs: Mapping[str, Any]) -> str:
-    found = {task: value for name, value in logs.items() for task, _, what in [name.partition("/")] if what == "reward"}
-    shown = [f"{task} {value:.2f}" for task, value in found.items() if is_number(value)]
+def _figure(logs: Mapping[str, Any], name: str) -> Any:
+    """A metric; of `*/NAME` the text, which is empty without tasks."""
+    if not name.startswith(_OF_TASKS):
+        return logs.get(name)
+    split = [(*logged.partition("/")[::2], value) for logged, value in logs.items()]
+    of_tasks = [(task, value) for task, what, value in split if what == name.removeprefix(_OF_TASKS)]
+    shown = [f"{task} {value:.2f}" for task, value in of_tasks if is_number(value)]
     return f" ({', '.join(shown)})" if shown else ""
 
 
