@@ -104,7 +104,7 @@ def test_evaluations_that_no_longer_improve_end_the_run(folder: Path) -> None:
     stops = ("trainer.early_stopping_patience=1", "trainer.early_stopping_threshold=2", "trainer.save_freq=100")
     with command(*keys, *stops, cwd=folder, script=SCRIPT) as run:
         assert run.wait() == 0, run.output
-    assert "stopped early: 1 evaluations in a row" in run.output
+    assert "stopped early: 1 evaluation has not improved" in run.output
     step = read(folder / "out" / "run" / "run.json")["step"]
     assert step < 300
     assert (folder / "out" / f"checkpoint-{step}").is_dir()

@@ -71,7 +71,8 @@ class ImprovementWatch:
         best = self.look()
         if best is None or best.without < self._patience:
             return ""
+        since = "1 evaluation has" if best.without == 1 else f"{best.without} evaluations in a row have"
         return (
-            f"{best.without} evaluations in a row have not improved the mean reward by more than "
-            f"{self._threshold:g}: the best was {best.value:.3f} at step {best.step}"
+            f"{since} not improved the mean reward by more than {self._threshold:g}: the best was {best.value:.3f} at "
+            f"step {best.step}"
         )

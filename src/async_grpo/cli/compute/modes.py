@@ -29,7 +29,7 @@ IN_ONE_PROCESS = frozenset(
 )
 """What plain TRL in one process takes, by the names of the options; every other one belongs to a distributed run."""
 
-_NO_VERSIONS = "no versions are kept without --delta-every. Give it, too, or leave this out."
+_NO_VERSIONS = "no versions are kept without --delta-every. Give --delta-every a number, or leave this out."
 _OF_EVALUATIONS = ("no_eval_first", "eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
 
 
