@@ -61,7 +61,7 @@ def measure(workers: int, folder: Path, seconds: float, *, own_processes: bool) 
 
 
 def _capacity(step: Callable[[], None], seconds: float) -> Capacity:
-    """Of a server that does these steps, for `seconds` to warm up and as long again."""
+    """Measure a server that does these steps, for `seconds` to warm up and as long again."""
     warm_up_ends = time.monotonic() + seconds
     while time.monotonic() < warm_up_ends:
         step()

@@ -108,7 +108,7 @@ class Results:
 
     @property
     def seeds(self) -> int:
-        """That every combination has."""
+        """Seeds that every combination has."""
         return min(map(len, self.accuracies.values()))
 
     def names(self) -> list[str]:

@@ -114,7 +114,7 @@ class Outcome:
         return self.curve[-1]
 
     def seconds_to(self, exact_match: float) -> float:
-        """Of training, the warm start counted; infinite where it was not reached."""
+        """Seconds of training, the warm start counted; infinite where it was not reached."""
         reached = (point.seconds for point in self.curve if point.exact_match >= exact_match)
         return self.warm_start_s + next(reached, math.inf)
 
@@ -217,7 +217,7 @@ def findings(done: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _gains(turn: Sequence[Outcome], other: Sequence[Outcome]) -> list[float]:
-    """Of the seeds that both have."""
+    """Subtract the exact match of the other rule, for the seeds that both have."""
     matches = {one.cell.seed: one.last.exact_match for one in other}
     return [one.last.exact_match - matches[one.cell.seed] for one in turn if one.cell.seed in matches]
 

@@ -75,7 +75,7 @@ def sample(model: PreTrainedModel, prompts_BP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_probabilities(model: PreTrainedModel, prompts_BP: Tensor, completions_BT: Tensor) -> Tensor:
-    """Of every completion token, given the prompt and the tokens before it: [B, T]."""
+    """Log-probabilities of the completion tokens, given the prompt and the tokens before it: [B, T]."""
     logits = model(torch.cat([prompts_BP, completions_BT], dim=1)).logits
     logits_BTV = logits[:, prompts_BP.shape[1] - 1 : -1]  # the logits before a token are those that predict it
     return logits_BTV.log_softmax(-1).gather(2, completions_BT[:, :, None])[:, :, 0]

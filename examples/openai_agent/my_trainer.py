@@ -27,7 +27,7 @@ async def agent(prompt: list[dict], endpoint: Endpoint) -> dict:
 
 
 def vowels(completions, shares, **_) -> list[float]:
-    """Of both answers; an agent that ended with an error earns nothing."""
+    """Count the vowels of both answers; an agent that ended with an error earns nothing."""
     return [sum(each) / len(each) if each else 0.0 for each in shares]
 
 

@@ -260,7 +260,7 @@ def test_an_endpoint_serves_the_model_of_a_job(example: SimpleNamespace) -> None
 
 
 def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) -> None:
-    """That the service takes it is tested where botocore is: `make test-sagemaker`."""
+    """Whether the service takes it is tested where botocore is: `make test-sagemaker`."""
     request = example.launch.build_request(
         example.launch.arguments([*LAUNCH, "--spot", "--hyperparameter", "num_generations=7"])
     )

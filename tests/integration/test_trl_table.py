@@ -62,7 +62,7 @@ def test_every_argument_is_shown() -> None:
 
 
 def test_an_override_of_each_effect_is_shown() -> None:
-    """That the table of methods itself is complete is part of the contract (`test_trl_contract`)."""
+    """Whether the table of methods itself is complete is part of the contract (`test_trl_contract`)."""
     assert set(SHOWN_METHODS) <= set(HONOURED)
     assert {HONOURED[name] for name in SHOWN_METHODS} == set(EFFECTS) - {"is not called by training, in TRL neither"}
 

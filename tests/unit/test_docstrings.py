@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("src", "tests", "benchmarks", "scripts", "examples")
 FRAGMENTS = ("Of ", "That ")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -20,9 +22,9 @@ def fragments(source: str) -> Iterator[tuple[str, str]]:
 
 
 def test_no_docstring_begins_with_of_or_that() -> None:
-    modules = sorted(SOURCES.rglob("*.py"))
-    found = [(str(path.relative_to(SOURCES)), *found) for path in modules for found in fragments(path.read_text())]
-    assert modules and not found, "begin with a verb or a noun"
+    modules = [sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS]
+    found = [(str(it.relative_to(ROOT)), *found) for it in chain(*modules) for found in fragments(it.read_text())]
+    assert all(modules) and not found, "begin with a verb or a noun"
 
 
 def test_a_fragment_is_found() -> None:
