@@ -30,8 +30,9 @@ def digest_of(tokens: Sequence[str | None]) -> str:
 def weights_digest(model: nn.Module) -> str:
     """SHA-256 of the names and shapes of the parameters and of evenly spaced numbers of each, hexadecimal.
 
-    A whole hash would take seconds, and workers ask at every batch, as weights may change between two. The numbers are
-    rounded to bfloat16 first, so that one model has one digest, whether it is loaded in bfloat16 or float32.
+    A whole hash would take seconds, and workers ask at every batch, as weights may change between two. So it finds the
+    wrong model, and one that was trained on; it is no proof that all numbers are the same. They are rounded to bfloat16
+    first, so that one model has one digest, whether it is loaded in bfloat16 or float32.
     """
     digest, sampled = hashlib.sha256(), []
     with torch.no_grad():
