@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from in_process import build_model, build_tokenizer, build_trainer, letters
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 from trl import GRPOTrainer
 
 CASE = os.environ["TEST_CASE"]
@@ -31,6 +31,11 @@ def reads_clock(completions: list[Any], **_: Any) -> list[float]:
 
 def draws(completions: list[Any], **_: Any) -> list[float]:
     return [random.random() for _ in completions]
+
+
+def reseeds(completions: list[Any], **_: Any) -> list[float]:
+    set_seed(0)
+    return letters(completions)
 
 
 def compares(completions: list[Any], **_: Any) -> list[float]:
@@ -59,7 +64,14 @@ def shortened(self: Any, *args: Any, **kwargs: Any) -> Any:
     return [each[:3] for each in ids], logprobs
 
 
-REWARDS = {"counter": counts_calls, "callback": reads_phase, "clock": reads_clock, "draws": draws, "batch": compares}
+REWARDS = {
+    "counter": counts_calls,
+    "callback": reads_phase,
+    "clock": reads_clock,
+    "draws": draws,
+    "seed": reseeds,
+    "batch": compares,
+}
 CALLBACKS = {"callback": Phases, "generation_config": Warmer}
 trainer: Any = None
 

@@ -107,10 +107,21 @@ def test_a_reward_that_draws_random_numbers_cannot_be_compared() -> None:
     assert returned.status is Status.UNKNOWN and "random numbers" in returned.cause
 
 
+def test_random_numbers_that_came_out_the_same_are_not_said_to_be_equal() -> None:
+    _, returned = lines([call(["a"], [1.0])], [{**call(["a"], [1.0]), "moved": ["random"]}])
+    assert returned.status is Status.DOCUMENTED and "draws random numbers" in returned.cause
+
+
 def test_a_reward_that_compares_the_completions_of_a_call_is_documented() -> None:
     worker, plain = [call(["a", "b"], [0.0, 1.0])], [call(["a", "b"], [0.5, 0.7]), *probes([0, 1], [0, 1], [0, 1])]
     _, returned = lines(worker, plain)
     assert returned.status is Status.DOCUMENTED and "It compares the completions of a call" in returned.cause
+
+
+def test_a_reward_that_sets_the_seed_in_each_call_is_told_from_one_that_compares() -> None:
+    plain = {**call(["a", "b"], [0.5, 0.7]), "moved": ["random"]}
+    _, returned = lines([call(["a", "b"], [0.0, 1.0])], [plain, *probes([0, 1], [0, 1], [0, 1])])
+    assert returned.status is Status.DOCUMENTED and returned.cause.startswith("It sets the seed of random numbers")
 
 
 def test_a_reward_that_differs_for_no_known_reason_differs() -> None:
@@ -286,6 +297,29 @@ def test_the_same_completions_in_another_order_are_said_to_be_that(tmp_path: Pat
         Notes(tmp_path, role).add_batch({"completion_ids": rows})
     batches = next(iter(trained.trained_lines(tmp_path, FACTS, [], [])))
     assert batches.status is Status.DIFFERS and batches.found == "the same completions in another order"
+
+
+def test_a_reward_that_sets_the_seed_is_named_where_it_shuffles_the_batches(tmp_path: Path) -> None:
+    """As `set_seed` in a reward function does: in a run, it sets that of the worker."""
+
+    def reseeding(completions: list[str], **kwargs: Any) -> list[float]:
+        torch.manual_seed(0)
+        return torch.rand(len(completions)).tolist()
+
+    ids, notes = torch.tensor([[1, 2], [3, 4]]), Notes(tmp_path, PLAIN)
+    for role, rows in ((SERVER, ids.flip(0)), (PLAIN, ids)):
+        Notes(tmp_path, role).add_batch({"completion_ids": rows})
+    trainer = SimpleNamespace(
+        reward_func_names=["reseeding"],
+        reward_funcs=[reseeding],
+        rollout_func=None,
+        tools=[],
+        environment_factories=None,
+    )
+    note_rewards_and_tools(trainer, notes)
+    trainer.reward_funcs[0](completions=["a", "b"])
+    batches = next(iter(trained.trained_lines(tmp_path, FACTS, [], notes_of(tmp_path, PLAIN))))
+    assert batches.cause.startswith("reseeding sets torch's seed or draws from it.")
 
 
 def test_what_dropout_changes_is_documented_but_not_the_batch(tmp_path: Path) -> None:

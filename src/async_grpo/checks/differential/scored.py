@@ -79,6 +79,9 @@ def _returned(subject: str, ours: Sequence[Note], theirs: Sequence[Note], probes
     found = f"returned the same for {len(pairs)} of {counted(total, 'completion')}"
     if elsewhere:
         return documented(subject, found, f"It reads {elsewhere}. In later steps that may matter.")
+    if _moves(theirs):
+        cause = "It draws random numbers or sets their seed. Each worker has its own, so another run may differ."
+        return documented(subject, found, cause)
     return equal(subject, found)
 
 
@@ -127,6 +130,12 @@ def _explained(
     if first and first != probes["otherwise"]:
         cause = "It draws random numbers, and those of a worker are others than those of plain TRL."
         return unknown(subject, found, cause)
+    if first and first == ours[0]["values"][: len(first)] and _moves(theirs):
+        cause = (
+            "It sets the seed of random numbers and draws them, so what a completion gets depends on its place in the "
+            "call: TRL calls it with a batch, a worker with the prompt groups that wait, here one at a time."
+        )
+        return documented(subject, found, cause)
     if first and first == ours[0]["values"][: len(first)]:
         cause = (
             "It compares the completions of a call: TRL calls it with a batch, a worker with the prompt groups that "
@@ -138,6 +147,11 @@ def _explained(
 
 def _changed(calls: Sequence[Note]) -> set[str]:
     return {name for call in calls for name in call["after"] if call["after"][name] != call["before"].get(name)}
+
+
+def _moves(calls: Sequence[Note]) -> bool:
+    """Whether a call of plain TRL, in which nothing else runs meanwhile, changed the state of random numbers."""
+    return any(call.get("moved") for call in calls)
 
 
 def _read_otherwise(ours: Sequence[Note], theirs: Sequence[Note]) -> str:

@@ -32,7 +32,8 @@ def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Se
     ours, theirs = [*batches_of(scratch, SERVER)], [*batches_of(scratch, PLAIN)]
     is_whole = facts.precision == "float32"
     tolerance = _TOLERANCE if is_whole else _TOLERANCE_HALF
-    yield _batches(ours, theirs)
+    shuffling = {note["of"] for note in plain if note["kind"] == "scored" and "torch" in note.get("moved", ())}
+    yield _batches(ours, theirs, sorted(shuffling))
     numbers = [
         _sampler(ours, _SAMPLER_BOUND if is_whole else _SAMPLER_BOUND_HALF),
         _logprobs(ours, theirs, tolerance),
@@ -43,7 +44,8 @@ def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Se
         yield documented(line.subject, line.found, facts.dropout) if dropped else line
 
 
-def _batches(ours: Sequence[Batch], theirs: Sequence[Batch]) -> Line:
+def _batches(ours: Sequence[Batch], theirs: Sequence[Batch], shuffling: Sequence[str]) -> Line:
+    """Args: shuffling: rewards that move torch's random numbers, from which TRL draws the order of a batch."""
     if len(ours) != len(theirs) or not ours:
         return differs("batches", f"{len(ours)} were trained on, in plain TRL {len(theirs)}")
     names = {name for batch in theirs for name in batch} - {_LOGPROBS, *_OURS}
@@ -52,6 +54,12 @@ def _batches(ours: Sequence[Batch], theirs: Sequence[Batch]) -> Line:
     wrong += sorted(added)
     if wrong and all(map(_same_rows, ours, theirs)):
         cause = "Random numbers were drawn in another order, such as by a dataloader of yours, which the server opens."
+        if shuffling:
+            cause = (
+                f"{', '.join(shuffling)} sets torch's seed or draws from it. In TRL the order within a batch is drawn "
+                "from the same numbers; in a run the reward has those of its worker, and the server's are left alone. "
+                "Draw from a torch.Generator of your own."
+            )
         return differs("batches", "the same completions in another order", cause)
     if wrong:
         return differs("batches", f"other {', '.join(wrong)}, {len(ours)} batches")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from types import CellType, CodeType
@@ -106,11 +107,21 @@ def _told(noting: Noting) -> Iterator[list[Any]]:
 
 
 def _scoring(notes: Notes, name: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Noting:
-    items, before = items_of(kwargs), held_state(function)
+    items, before, generators = items_of(kwargs), held_state(function), _random_states()
     returned = yield
     if not isinstance(returned, BaseException):  # a worker repeats a call that fails, in the main thread say
         values = [None if value is None else float(value) for value in returned]
-        notes.add("scored", of=name, items=items, values=values, before=before, after=held_state(function))
+        after, moved = held_state(function), [it for it, state in _random_states().items() if state != generators[it]]
+        notes.add("scored", of=name, items=items, values=values, before=before, after=after, moved=moved)
+
+
+def _random_states() -> dict[str, str]:
+    """Digests of the states that random numbers are drawn from, by library."""
+    import numpy as np
+    import torch
+
+    states = {"torch": torch.random.get_rng_state(), "random": random.getstate(), "numpy": np.random.get_state()}
+    return {library: noted(state)[0] for library, state in states.items()}
 
 
 def items_of(kwargs: dict[str, Any]) -> list[Note]:
