@@ -7,10 +7,9 @@ a completion is in its last `<answer>…</answer>`, else where `rewards.answers.
 from __future__ import annotations
 
 import ast
-import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from async_grpo.rewards.answers import final_answer, last_number, text_of
@@ -19,17 +18,22 @@ from async_grpo.rewards.mathematics import same_answers
 from async_grpo.rewards.programs import MAX_TESTS, check, share_passed
 from async_grpo.rewards.sandbox import Limits, run_code
 from async_grpo.rewards.wording import one_number
+from async_grpo.tasks.files import cut
 
 SECONDS = 5.0  # for one completion, or for one test of a program
 LONGEST = 100_000  # characters of an answer that is read as data
+LONGEST_TRUTH = 1 << 28  # the same of a ground truth, which may be many tests
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _FENCED = re.compile(r"```(\w*)[ \t]*\n(.*?)```", re.DOTALL)
+_NOTHING = object()  # no data; None is some
+
+Rule = Callable[[str, Any], float]
 
 
 def math(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
     r"""1 for an answer that is mathematically equal: in `\boxed{}`, after `####`, or the last number."""
     found = [_answer(text_of(one)) or last_number(one) for one in completions]
-    return same_answers(found, [*map(str, ground_truth)])
+    return same_answers(found, [*map(text_truth, ground_truth)])
 
 
 def codegen(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
@@ -47,42 +51,28 @@ def codegen(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -
     ]
 
 
-for _reward in (math, codegen):
-    _reward.thread_safe = True  # type: ignore[attr-defined]
-codegen.require = lambda: run_code("pass")  # type: ignore[attr-defined]  # raises where no program may run, or can
-
-
-def zebra(text: str, truth: Any) -> float:
+def zebra(text: str, truth: Mapping[tuple[int, int], str]) -> float:
     """The share of the cells of `{"header": […], "rows": [[…]]}` that are right."""
-    right, given = _cells(truth), _cells(_data(text))
-    return sum(given.get(place) == value for place, value in right.items()) / len(right)
+    given = _cells(_data(text))
+    return sum(given.get(place) == value for place, value in truth.items()) / len(truth)
 
 
-def _cells(table: Any) -> dict[tuple[int, int], str]:
-    rows = table.get("rows") if isinstance(table, dict) else None
-    lists = [row if isinstance(row, list) else [] for row in (rows if isinstance(rows, list) else [])]
-    return {(at, column): _plain(value) for at, row in enumerate(lists) for column, value in enumerate(row)}
-
-
-def ordering(text: str, truth: Any) -> float:
+def ordering(text: str, truth: Sequence[str]) -> float:
     """1 for the same names in the same order."""
     given = _data(text)
-    return float(isinstance(given, list) and [*map(_plain, given)] == [*map(_plain, truth)])
+    return float(isinstance(given, list) and [*map(_plain, given)] == truth)
 
 
-def same_text(text: str, truth: Any) -> float:
+def same_text(text: str, truth: str) -> float:
     """1 for the same text, without regard to case, or the same number."""
-    given, expected = _answer(text) or "", str(truth)
+    given = _answer(text) or ""
     number = one_number(given)
-    return float(_plain(given) == _plain(expected) or (number is not None and number == one_number(expected)))
+    return float(_plain(given) == _plain(truth) or (number is not None and number == one_number(truth)))
 
 
 def same_data(text: str, truth: Any) -> float:
     """1 for equal JSON. True is no number; 1 equals 1.0."""
-    return float(_equal(_data(text), _value(truth)))
-
-
-Rule = Callable[[str, Any], float]
+    return float(_equal(_data(text), truth))
 
 
 @with_deadline(seconds=SECONDS)
@@ -90,17 +80,65 @@ def _by_rule(completions: Sequence[str], ground_truth: Sequence[Any], rule: Sequ
     return [rule[0](completions[0], ground_truth[0])]
 
 
-def by_rule(rule: Rule) -> Callable[..., list[float]]:
-    """The reward function of one of the rules. They share their processes."""
+def by_rule(rule: Rule, reads: Callable[[Any], Any]) -> Callable[..., list[float]]:
+    """The reward function of one of the rules. They share their processes.
+
+    Args:
+        reads: makes of a ground truth what the rule compares with. `ValueError`: it is none for this rule.
+    """
 
     def rewarded(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
         texts = [text_of(one) for one in completions]
-        given: Any = _by_rule(texts, ground_truth=[*ground_truth], rule=[rule] * len(texts))
+        truths = [reads(one) for one in ground_truth]
+        given: Any = _by_rule(texts, ground_truth=truths, rule=[rule] * len(texts))
         return given
 
     rewarded.__name__ = rule.__name__
     rewarded.thread_safe = True  # type: ignore[attr-defined]
+    rewarded.rule, rewarded.reads = rule, reads  # type: ignore[attr-defined]
     return rewarded
+
+
+# What a ground truth says
+
+
+def cells_truth(truth: Any) -> dict[tuple[int, int], str]:
+    """The cells of a table, by row and column."""
+    cells = _cells(data_truth(truth))
+    if not cells:
+        raise _no_truth(truth, "a table with rows")
+    return cells
+
+
+def names_truth(truth: Any) -> list[str]:
+    """A list of names."""
+    names = data_truth(truth)
+    if not isinstance(names, list) or not names:
+        raise _no_truth(truth, "a list of names")
+    return [*map(_plain, names)]
+
+
+def text_truth(truth: Any) -> str:
+    """A text, also of a number."""
+    if isinstance(truth, (dict, list)) or truth is None or not str(truth).strip():
+        raise _no_truth(truth, "a text or a number")
+    return str(truth)
+
+
+def data_truth(truth: Any) -> Any:
+    """What a text says as data; another one as it is."""
+    read = _read(truth, LONGEST_TRUTH) if isinstance(truth, str) else truth
+    return truth if read is _NOTHING else read
+
+
+def _no_truth(truth: Any, expected: str) -> ValueError:
+    return ValueError(f"ground_truth must be {expected}, got {cut(repr(truth))}")
+
+
+for _reward in (math, codegen):
+    _reward.thread_safe = True  # type: ignore[attr-defined]
+math.reads = text_truth  # type: ignore[attr-defined]
+codegen.require = lambda: run_code("pass")  # type: ignore[attr-defined]  # raises where no program may run, or can
 
 
 # What a completion says
@@ -111,9 +149,6 @@ def _answer(text: str) -> str | None:
     return tagged[-1].strip() if tagged else final_answer(text)
 
 
-_NOTHING = object()  # no data; None is some
-
-
 def _data(text: str) -> Any:
     """The answer as data: JSON or a Python literal, also in a block of code; `_NOTHING` where it is none."""
     answer = _answer(text)
@@ -121,8 +156,8 @@ def _data(text: str) -> Any:
     return _read(fenced[-1][1] if fenced else answer or "")
 
 
-def _read(text: str) -> Any:
-    if len(text) > LONGEST:
+def _read(text: str, longest: int = LONGEST) -> Any:
+    if len(text) > longest:
         return _NOTHING
     for read in (json.loads, ast.literal_eval):
         try:
@@ -132,10 +167,10 @@ def _read(text: str) -> Any:
     return _NOTHING
 
 
-def _value(truth: Any) -> Any:
-    """What a text says as data; another one as it is."""
-    read = _read(truth) if isinstance(truth, str) else truth
-    return truth if read is _NOTHING else read
+def _cells(table: Any) -> dict[tuple[int, int], str]:
+    rows = table.get("rows") if isinstance(table, dict) else None
+    lists = [row if isinstance(row, list) else [] for row in (rows if isinstance(rows, list) else [])]
+    return {(at, column): _plain(value) for at, row in enumerate(lists) for column, value in enumerate(row)}
 
 
 def _plain(value: Any) -> str:
@@ -161,53 +196,46 @@ def _program(text: str) -> str:
 def _passes_all(program: str, truth: Any) -> bool:
     if not program.strip():
         return False
-    tests = _value(truth)
-    has_pairs = isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys()
-    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True)) if has_pairs else []
-    if pairs and not tests.get("fn_name"):
-        return all(_prints(program, given, expected) for given, expected in pairs)
-    calls = (f"assert {tests['fn_name']}({', '.join(map(repr, given))}) == {right!r}" for given, right in pairs)
-    checks = [*map(check, calls if has_pairs else _asserts(tests))]
-    if not checks:
-        raise ValueError(f"A program has no tests: {str(truth)[:60]!r}")
+    match data_truth(truth):
+        case {"inputs": [*inputs], "outputs": [*outputs], **more} if inputs and len(inputs) == len(outputs):
+            pairs, function = list(zip(inputs, outputs, strict=True)), more.get("fn_name")
+            if not function:
+                return all(_prints(program, given, expected) for given, expected in pairs)
+            if not all(isinstance(given, list) for given in inputs):
+                raise _no_truth(inputs, f"for {function} a list of arguments as each input")
+            asserts = [f"assert {function}({', '.join(map(repr, given))}) == {right!r}" for given, right in pairs]
+        case {"functional": tests} | tests:
+            program, asserts = _with_asserts(program, tests)
+    checks = [*map(check, asserts)]
     parts = (checks[start : start + MAX_TESTS] for start in range(0, len(checks), MAX_TESTS))
     return all(share_passed(program, part) == 1.0 for part in parts)
 
 
-def _asserts(tests: Any) -> Iterator[str]:
-    """The asserts of a text; those in `def check(candidate)` with what `check` is called with."""
-    source = tests.get("functional") if isinstance(tests, dict) else tests
-    source = "\n".join(source) if isinstance(source, list) else source
-    if not isinstance(source, str):
-        raise ValueError(f"The tests of a program are none of asserts, inputs and outputs: {str(tests)[:60]!r}")
+def _with_asserts(program: str, tests: Any) -> tuple[str, list[str]]:
+    """The asserts of a text or a list. Those in `def check(candidate)` need a line that says what `candidate` is."""
+    source = "\n".join(tests) if isinstance(tests, list) and all(isinstance(one, str) for one in tests) else tests
     try:
-        statements = ast.parse(source).body
-    except SyntaxError as error:
-        raise ValueError(f"The tests of a program are no Python: {source[:60]!r} ({error.msg})") from None
+        statements = ast.parse(source).body if isinstance(source, str) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        statements = []
+    asserts: list[str] = []
     bodies = {one.name: one for one in statements if isinstance(one, ast.FunctionDef) and len(one.args.args) == 1}
     for statement in statements:
         match statement:
             case ast.FunctionDef(name=name) if name in bodies:
                 continue
-            case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[candidate], keywords=[])):
-                if name not in bodies:
-                    raise ValueError(f"The tests of a program call {name}, which they do not define")
-                yield from map(ast.unparse, _with_argument(bodies[name], candidate).body)
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[candidate], keywords=[])) if name in bodies:
+                program += f"\n{bodies[name].args.args[0].arg} = {ast.unparse(candidate)}\n"
+                asserts += map(ast.unparse, bodies[name].body)
             case _:
-                yield ast.unparse(statement)
-
-
-def _with_argument(function: ast.FunctionDef, given: ast.expr) -> ast.FunctionDef:
-    """A copy with an expression in the place of the only argument."""
-    copied, name = copy.deepcopy(function), function.args.args[0].arg
-    for node in ast.walk(copied):
-        if isinstance(node, ast.Name) and node.id == name:
-            node.id = f"({ast.unparse(given)})"
-    return copied
+                asserts.append(ast.unparse(statement))
+    if not asserts:
+        raise _no_truth(tests, "tests: asserts, or as many inputs as outputs")
+    return program, asserts
 
 
 def _prints(program: str, given: Any, expected: Any) -> bool:
-    text, wanted = (one if isinstance(one, str) else "\n".join(map(str, one)) for one in (given, expected))
+    text, wanted = ("\n".join(map(str, one)) if isinstance(one, list) else str(one) for one in (given, expected))
     result = run_code(program, stdin=text, limits=Limits(wall_s=SECONDS))
     return result.exit_code == 0 and _lines(result.stdout) == _lines(wanted)
 

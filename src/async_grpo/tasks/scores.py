@@ -17,12 +17,12 @@ Reward = Callable[..., Sequence[float | None]]
 BUILT_IN: dict[str, Reward] = {
     "math": rules.math,
     "codegen": rules.codegen,
-    "logic__zebra": rules.by_rule(rules.zebra),
-    "logic__ordering": rules.by_rule(rules.ordering),
-    "logic__graph": rules.by_rule(rules.same_text),
-    "simulation": rules.by_rule(rules.same_data),
-    "table": rules.by_rule(rules.same_text),
-    "stem": rules.by_rule(rules.same_text),
+    "logic__zebra": rules.by_rule(rules.zebra, rules.cells_truth),
+    "logic__ordering": rules.by_rule(rules.ordering, rules.names_truth),
+    "logic__graph": rules.by_rule(rules.same_text, rules.text_truth),
+    "simulation": rules.by_rule(rules.same_data, rules.data_truth),
+    "table": rules.by_rule(rules.same_text, rules.text_truth),
+    "stem": rules.by_rule(rules.same_text, rules.text_truth),
     "stem_web": judged,
 }
 
@@ -85,25 +85,37 @@ class Score:
             f'score.using({{"{source.partition("__")[0]}": f}})'
         )
 
-    def prefixes_in(self, *datasets: Any) -> list[str]:
+    def require_rows(self, *datasets: Any) -> set[str]:
         """The prefixes whose rewards these rows need.
 
         Args:
-            datasets: with a column `data_source`; None and those without it are left out.
+            datasets: with the columns of `load`, or dictionaries of them; others are left out.
 
         Raises:
-            UsageError: a source has no reward.
+            UsageError: a source has no reward, or its reward cannot read the ground truth of a row.
         """
-        return sorted({self.prefix_of(source) for source in sorted(_sources(datasets))})
+        found: set[str] = set()
+        for rows in _of_load(datasets):
+            of_source = {source: self.prefix_of(source) for source in sorted(rows.unique("data_source"))}
+            readers = {source: getattr(self._rewards[prefix], "reads", None) for source, prefix in of_source.items()}
+            for number, (source, text) in enumerate(zip(rows["data_source"], rows["ground_truth"], strict=True), 1):
+                try:
+                    if (reads := readers[source]) is not None:
+                        reads(json.loads(text))
+                except ValueError as error:
+                    where = f"data_source {source!r}, which begins at {first_seen.get(source, 'row 1')}"
+                    raise UsageError(f"Row {number:,} of a dataset cannot be rewarded: {error} ({where}).") from None
+            found |= {*of_source.values()}
+        return found
 
     def require_for(self, *datasets: Any) -> None:
         """Refuse, before anything is generated, rows that could not be rewarded on this machine.
 
         Raises:
-            UsageError: a source has no reward, or what its reward needs is not set.
+            UsageError: a row cannot be rewarded, or what its reward needs is not set.
             SandboxError: programs of models may not run, or cannot be isolated here.
         """
-        for prefix in self.prefixes_in(*datasets):
+        for prefix in sorted(self.require_rows(*datasets)):
             require = getattr(self._rewards[prefix], "require", None)
             if callable(require):
                 require()
@@ -120,7 +132,10 @@ def _own(value: Any, places: Sequence[int], rows: int) -> Any:
     return [value[place] for place in places] if isinstance(value, (list, tuple)) and len(value) == rows else value
 
 
-def _sources(datasets: Iterable[Any]) -> set[str]:
+def _of_load(datasets: Iterable[Any]) -> list[Any]:
     flat = [one for given in datasets for one in (given.values() if isinstance(given, dict) else [given])]
-    named = [one for one in flat if "data_source" in (getattr(one, "column_names", None) or ())]
-    return {str(source) for one in named for source in (one.unique("data_source") if hasattr(one, "unique") else ())}
+    return [
+        one
+        for one in flat
+        if {"data_source", "ground_truth"} <= {*(getattr(one, "column_names", None) or ())} and hasattr(one, "unique")
+    ]

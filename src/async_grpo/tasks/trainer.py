@@ -79,7 +79,7 @@ class MultiTask(RarelyTimed):
             self.tasks_in_words += f"; gradients: {mtl}"
         for function in self.reward_funcs:
             if isinstance(function, Score):
-                function.prefixes_in(self.train_dataset, self.eval_dataset)
+                function.require_rows(self.train_dataset, self.eval_dataset)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         if self.mtl == "proportional":

@@ -9,9 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from parquet_files import parquet, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parquet_files import RULE, parquet, row
 
 from async_grpo.errors import UsageError
 from async_grpo.rewards.sandbox import SWITCH, SandboxError
@@ -19,7 +22,9 @@ from async_grpo.setup.needs import check_needs
 from async_grpo.tasks import load, score
 from async_grpo.tasks import rules as built_in
 from async_grpo.tasks.judge import URL, JudgeError, judged
+from async_grpo.tasks.scores import BUILT_IN
 
+DONE = SimpleNamespace(exit_code=0, stdout="")
 ZEBRA = {"header": ["house", "name", "pet"], "rows": [["1", "Ann", "cat"], ["2", "Bob", "dog"]]}
 RIGHT_JSON = '<answer>{"header": [], "rows": [["1", "ann", "cat"], ["2", " Bob", "dog"]]}</answer>'
 
@@ -138,6 +143,74 @@ def test_programs_need_the_switch_before_a_run(tmp_path: Path, monkeypatch: pyte
     check_needs(trainer_of(load(parquet(tmp_path / "b.parquet"))))  # no programs: no sandbox
 
 
+@pytest.mark.parametrize(
+    ("source", "truth", "says"),
+    [
+        ("logic__zebra_puzzle", {"header": ["a"], "rows": []}, r"a table with rows, got \{'header': \['a'\], 'rows'"),
+        ("logic__zebra_puzzle", {"rows": [[], 3]}, "a table with rows"),
+        ("logic__ordering_puzzle", "Ann, Bob", "a list of names, got 'Ann, Bob'"),
+        ("table__hitab", " ", "a text or a number, got ' '"),
+        ("math__sums", ["4"], r"a text or a number, got \['4'\]"),
+    ],
+)
+def test_a_row_that_no_answer_fits_is_refused_before_a_run(tmp_path: Path, source: str, truth: Any, says: str) -> None:
+    good = row(reward_model=json.dumps(RULE))
+    bad = row(data_source=source, reward_model=json.dumps({"ground_truth": truth}))
+    where = (
+        rf"Row 2 of a dataset cannot be rewarded: ground_truth must be {says}.*\(data_source '{source}', which begins"
+    )
+    with pytest.raises(UsageError, match=where):
+        check_needs(trainer_of(load(parquet(tmp_path / "a.parquet", good, bad))))
+    with pytest.raises(ValueError, match="ground_truth must be"):
+        paid(source, truth, "x")
+
+
+DATA = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["", "[]", "{}", "NaN", "9" * 5000, "1e999", '{"rows": [["1"]]}', "['Ann']", "assert f() == 1"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=2) | st.sampled_from(["rows", "inputs", "outputs", "fn_name", "functional"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+RULES = [(one.rule, one.reads) for one in BUILT_IN.values() if hasattr(one, "rule")]
+
+
+FORMS = st.sampled_from(["{}", "<answer>{}</answer>", "```python\n{}\n```", "\\boxed{{{}}}"])
+
+
+@settings(deadline=None, max_examples=150)
+@given(form=FORMS, truth=DATA, answer=DATA, write=st.sampled_from([json.dumps, repr, str]))
+def test_any_truth_and_any_answer_have_a_reward_or_a_sentence(form: str, truth: Any, answer: Any, write: Any) -> None:
+    """A truth fails with a sentence or not at all, an answer never, and one that is not there is paid nothing."""
+    text = form.format(write(answer))
+    for rule, reads in RULES:
+        try:
+            read = reads(truth)
+        except ValueError as error:
+            assert str(error).startswith("ground_truth must be")
+            continue
+        assert 0 <= rule(text, read) <= 1
+        assert rule("", read) == 0
+    with (
+        patch.object(built_in, "share_passed", lambda *_: 1.0),
+        patch.object(built_in, "run_code", lambda *_, **__: DONE),
+    ):
+        try:
+            assert built_in.codegen([text], [truth])[0] in (0, 1)
+        except ValueError as error:
+            assert "test" in str(error) or "ground_truth must be" in str(error)
+
+
 # Programs, with a sandbox that the test plays: it runs nothing
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
@@ -148,12 +221,9 @@ CALLED = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert can
     ("truth", "asked"),
     [
         ({"functional": "assert add(1, 2) == 3\nassert add(0, 1) == 1"}, ["add(1, 2)", "add(0, 1)"]),
-        (json.dumps({"functional": CALLED}), ["add(1, 2)", "add(0, 1)"]),
+        (json.dumps({"functional": CALLED}), ["candidate(1, 2)", "candidate(0, 1)"]),
         (["assert add(1, 2) == 3", "assert add(0, 1) == 1"], ["add(1, 2)", "add(0, 1)"]),
-        (
-            {"functional": CALLED.replace("check(add)", "check(A().add or B)")},
-            ["(A().add or B)(1, 2)", "(A().add or B)(0, 1)"],
-        ),
+        (json.dumps(["assert add(1, 2) == 3"]), ["add(1, 2)"]),
         ("assert add(1, 2) == 3", ["add(1, 2)"]),
         ({"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}, ["add(1, 2)", "add('a', 'b')"]),
     ],
@@ -164,7 +234,8 @@ def test_all_tests_are_asked(truth: Any, asked: list[str], share: float, monkeyp
     found: list[str] = []
 
     def share_passed(program: str, checks: Any) -> float:
-        assert program == "def add(a, b):\n    return a + b\n"
+        exec(program, names := {})
+        assert eval("candidate" if "check(add)" in str(truth) else "add", names)(1, 2) == 3
         found.extend(question for one in checks for question in one.questions)
         return share
 
@@ -191,11 +262,16 @@ def test_inputs_and_outputs_of_a_program(
         return SimpleNamespace(exit_code=code, stdout=f"{total} \n")
 
     monkeypatch.setattr(built_in, "run_code", run_code)
-    assert paid("codegen", {"inputs": ["1 2\n", "3\n4\n"], "outputs": outputs}, ADD) == [reward]
+    truth = {"inputs": ["1 2\n", "3\n4\n" + "0 " * 60_000], "outputs": outputs}
+    assert paid("codegen", truth, ADD) == paid("codegen", json.dumps(truth), ADD) == [reward]
 
 
 @pytest.mark.parametrize(
-    "truth", [{"functional": ""}, {"pytest": "x"}, {"functional": "import os"}, {"functional": "f("}, 3, "check(add)"]
+    "truth",
+    [
+        *({"functional": ""}, {"pytest": "x"}, {"functional": "import os"}, {"functional": "f("}, 3, "check(add)"),
+        *([], [None], "\0", {"inputs": [1], "outputs": [1, 2]}, {"inputs": None, "outputs": 3}),
+    ],
 )
 def test_tests_of_another_form_are_no_reward_of_0(truth: Any) -> None:
     with pytest.raises(ValueError, match="test"):
