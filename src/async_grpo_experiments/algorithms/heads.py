@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from loguru import logger
@@ -49,10 +49,10 @@ def train_head(
         """The part that this micro-batch has in the mean over the tokens, or pairs, of the batch."""
         mask_BT = labels_BT != UNLABELLED
         pairs = torch.arange(len(labels_BT), device=labels_BT.device).view(-1, 2) if is_paired else None
-        share = len(labels_BT) / settings.batch_size if is_paired else mask_BT.sum() / num_items_in_batch
-        return head.loss(outputs.logits, labels_BT, mask_BT, pairs) * share
+        items = len(labels_BT) if is_paired else mask_BT.sum()
+        return head.loss(outputs.logits, labels_BT, mask_BT, pairs) * items / num_items_in_batch
 
-    trainer = Trainer(
+    trainer = (PairTrainer if is_paired else Trainer)(
         head,
         TrainingArguments(**arguments(settings, out, max(map(len, groups))), remove_unused_columns=False),
         data_collator=collate,
@@ -60,6 +60,14 @@ def train_head(
         compute_loss_func=loss,
     )
     return fit(trainer, out / "head", head.save)
+
+
+class PairTrainer(Trainer):
+    """Counts the rows of a batch, where transformers counts tokens: the last batch of an epoch has fewer."""
+
+    def get_batch_samples(self, *args: Any, **more: Any) -> tuple[list[Any], int]:
+        batches, _ = super().get_batch_samples(*args, **more)
+        return batches, sum(len(batch["labels"]) for batch in batches)
 
 
 def _head(settings: HeadSettings, start: Path | None, kind: str, beta: float) -> ValueHead:

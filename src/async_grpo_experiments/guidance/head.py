@@ -66,8 +66,8 @@ class HeadRecord:
     format: int = FORMAT
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: Any, **about: Any) -> HeadRecord:
-        """The record of a head for this reference. `about`: the other fields."""
+    def of(cls, model: PreTrainedModel, tokenizer: Any, /, **about: Any) -> HeadRecord:
+        """The record of a head for this reference. `about`: the other fields, and `model` where it has no name."""
         name = str(getattr(tokenizer, "name_or_path", ""))
         digest = digest_of(vocabulary_of(tokenizer))
         about = {"model": model.config._name_or_path, **about}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from guided_models import head_of, reference
+from guided_models import Words, head_of, reference
 
 from async_grpo.errors import BadFileError, UsageError
-from async_grpo_experiments.guidance import Guidance, ValueHead
+from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
 from async_grpo_experiments.guidance.identity import weights_digest
 from async_grpo_experiments.guidance.offsets import centred, offsets
 
@@ -30,6 +30,15 @@ def test_a_head_is_read_as_it_was_saved(model: Any, tmp_path: Path, loss: str) -
     ids = torch.randint(2, 20, (2, 7))
     assert torch.equal(read(ids).logits, head(ids).logits)
     assert not [file for file in tmp_path.iterdir() if file.suffix not in (".json", ".safetensors")]
+
+
+def test_a_record_has_the_name_that_it_is_given(model: Any) -> None:
+    record = HeadRecord.of(model, Words(), kind="value", loss="bce", temperature=1.0, model="outputs/reference")
+    assert (record.model, record.tokenizer, record.model_hash) == (
+        "outputs/reference",
+        "words of w",
+        weights_digest(model),
+    )
 
 
 @pytest.mark.parametrize("change", ["cut", "flip"])
