@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from async_grpo.errors import UsageError
-from async_grpo_experiments.algorithms.heads import UNLABELLED, collate
+from async_grpo_experiments.algorithms.heads import UNLABELLED, check_returns, collate
 from async_grpo_experiments.algorithms.pita import PITA, PITASettings
 from async_grpo_experiments.algorithms.protocols import Cut, GuidanceSettings, collect, configured
 from async_grpo_experiments.algorithms.qsharp import QSharp, QSharpSettings
@@ -168,6 +169,36 @@ def test_rewards_that_cannot_be_learned(
     found = Enumerable.ascents().answers([Cut(problem=0, count=2)], seed=0)
     with pytest.raises(UsageError, match=reason):
         qsharp.train(qsharp.rows([replace(found[0], rewards=tuple(rewards))]), out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keys", "said"),
+    [
+        (
+            [0.0, 0.05],
+            {"guidance": {"eta": 0.1}},
+            "WARNING Rounding rewards to 11 atoms costs up to 0.5 nats at eta 0.1.",
+        ),
+        (
+            [0.0, 0.05],
+            {"guidance": {"eta": 0.4}},
+            "INFO Rounding rewards to 11 atoms costs up to 0.125 nats at eta 0.4.",
+        ),
+        ([0.0, 0.5], {}, "INFO Rounding rewards to 11 atoms costs up to 0 nats at eta 0.2."),
+        ([0.0, 1.0], BERNOULLI, "INFO (V_max - V_min)/eta is 3.33: the most that guidance adds to a logit."),
+    ],
+)
+def test_what_rounding_costs_and_what_guidance_adds_is_said(
+    rewards: list[float], keys: dict[str, Any], said: str
+) -> None:
+    rows = [LabelledRow(problem=0, group=0, prompt=(), prefix=(), continuation=(1,), label=one) for one in rewards]
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(str(line).strip()), format="{level} {message}", level="INFO")
+    try:
+        check_returns(Rows(tuple(rows)), configured(QSharpSettings, {"reference": "m", **keys}))
+    finally:
+        logger.remove(sink)
+    assert lines == [said]
 
 
 @pytest.mark.parametrize(

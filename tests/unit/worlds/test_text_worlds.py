@@ -39,6 +39,8 @@ def test_star_graphs_have_branches_from_one_start_and_edges_in_random_order() ->
         assert graph.prompt.endswith(f"/ {graph.path[0]} {graph.path[-1]} =")
     assert len({graph.prompt for graph in graphs}) == 50 and {graph.right for graph in graphs} == {0, 1, 2}
     assert star_reward(["1 2", "1  2 ", "1 2 2"], ["1 2"] * 3) == [1, 1, 0]
+    final_answer = star_reward.final_answer  # type: ignore[attr-defined]
+    assert final_answer("1  2 ") == final_answer("1 2") != final_answer("1 2 2"), "what maj@k counts votes for"
 
 
 def test_the_optimum_of_star_graphs() -> None:
