@@ -27,11 +27,13 @@ IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
 class Command:
     """One command of ours, with what it printed."""
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, script: Path | None = None, **env: str) -> None:
+    def __init__(
+        self, arguments: Sequence[str], cwd: Path, script: Path | None = None, within: Sequence[str] = (), **env: str
+    ) -> None:
         self._output = cwd / f"output-{time.monotonic_ns()}.txt"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *(["-m", "async_grpo.cli"] if script is None else [str(script)]), *arguments],
+                [*within, sys.executable, *(["-m", "async_grpo.cli"] if script is None else [str(script)]), *arguments],
                 cwd=cwd,
                 env={**os.environ, "PYTHONPATH": _path(env), "LOG_LEVEL": "INFO", **env},
                 stdin=subprocess.DEVNULL,
@@ -79,9 +81,14 @@ def _path(env: dict[str, str]) -> str:
 
 
 @contextmanager
-def command(*arguments: str, cwd: Path, script: Path | None = None, **env: str) -> Iterator[Command]:
-    """Run a command of ours, or a script; at the end of the block it and every process that it started is gone."""
-    running = Command(arguments, cwd, script, **env)
+def command(
+    *arguments: str, cwd: Path, script: Path | None = None, within: Sequence[str] = (), **env: str
+) -> Iterator[Command]:
+    """Run a command of ours, or a script; at the end of the block it and every process that it started is gone.
+
+    `within`: a command that runs it, as another machine's.
+    """
+    running = Command(arguments, cwd, script, within, **env)
     try:
         yield running
     finally:

@@ -73,6 +73,7 @@ class _Launch:
         self._has_lost_nodes = False
         self._place, self._memory = FolderPlace(run.root), MemoryWatch()
         needed = self._needs_workers
+        run.nodes.unlink(missing_ok=True)  # of the run that this one resumes
         env = _environment(plan)
         workers = [worker_child(plan, run, number, needed, env) for number in range(1, plan.num_workers + 1)]
         if plan.launch.ray is not None:

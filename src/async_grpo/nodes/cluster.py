@@ -86,13 +86,14 @@ class Cluster:
         else:  # tries to reach the head, of 40 s each where nothing answers: by default it is 20 of them
             os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
         import ray
+        from ray.exceptions import AuthenticationError
 
         self._ray = ray
         try:
             if address == LOCAL:
                 address = self._start_local(nodes, cpus)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
             self.close()
             raise UsageError(f"--ray {address}: Ray cannot be reached: {error}") from error
         except Exception as error:  # of no class of its own: a raylet that was too slow to start on a busy machine
@@ -130,14 +131,10 @@ class Cluster:
             return ""
         return f"who can reach {reachable[0]} can run code as you: the cluster asks for no token"
 
-    def head_answers(self) -> bool:
-        """Whether the head takes connections. Ray's own calls would wait for it, for a minute."""
-        host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), HEAD_S).close()
-        except OSError:
-            return False
-        return True
+    @property
+    def head(self) -> str:
+        """Where the head of the cluster takes connections, HOST:PORT."""
+        return str(self._ray.get_runtime_context().gcs_address)
 
     def put(self, data: Any) -> Any:
         """Bytes in the cluster's store, for any number of calls."""
@@ -166,6 +163,16 @@ class Cluster:
         for number in range(2, nodes + 1):
             self._local.add_node(**common, num_cpus=math.ceil(cpus), node_name=f"node{number}")
         return str(self._local.address)
+
+
+def head_answers(head: str) -> bool:
+    """Whether the head takes connections. Ray's own calls would wait for it, for a minute."""
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), HEAD_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _machine(node: dict[str, Any]) -> Machine:

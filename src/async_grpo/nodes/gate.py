@@ -22,7 +22,7 @@ from loguru import logger
 
 from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageError, reason_of
 from async_grpo.formatting import counted, for_people
-from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode
+from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode, head_answers
 from async_grpo.nodes.node import facts
 from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused
 from async_grpo.nodes.sending import PublishedVersions
@@ -58,13 +58,10 @@ def run_gate(root: Path) -> None:
     launch = state.plan.launch
     assert launch.ray is not None, "the launcher starts it only then"
     workers = launch.workers_per_node or DEFAULT_WORKERS
-    try:
-        joined = Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id)
-    except AsyncGRPOError as error:
-        if read_nodes(run.nodes) is None:
-            raise
-        raise PeerDiedError(f"Ray is gone: {reason_of(error)}") from error
-    with joined as cluster:
+    before = read_nodes(run.nodes)  # of a gate that died
+    if before is not None and launch.ray != LOCAL and not head_answers(before.head):
+        raise PeerDiedError(f"Ray is gone: its head, {before.head}, takes no connection.")
+    with Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id) as cluster:
         stop.install().defer()  # Ray has put a handler of its own in the place of ours
         _Gate(run, state, cluster, stop).run()
 
@@ -87,9 +84,10 @@ class _Gate:
         self._head_is_lost = False
         self._unusable: set[str] = set()  # machines whose workers have failed time and again, or were refused later
         before = read_nodes(run.nodes)  # a gate that died has left its counts
-        rows = before.nodes if before is not None else ()
-        gone = {"gone": "the process that serves it has begun again", "gone_s": time.monotonic()}
-        self._rows = {row.number: row if row.gone else replace(row, **gone) for row in rows}
+        self._rows = {row.number: row for row in before.nodes} if before is not None else {}
+        for row in self._rows.values():
+            if not row.gone:
+                row.gone, row.gone_s = "the process that serves it has begun again", time.monotonic()
         self._has_joined = set(self._rows)  # numbers
 
     def run(self) -> None:
@@ -135,7 +133,7 @@ class _Gate:
 
     def _look_for_the_head(self) -> None:
         """Say so when it is lost: Ray ends this process, but only after a minute, and says so only in the log."""
-        if (lost := not self._cluster.head_answers()) == self._head_is_lost:
+        if (lost := not head_answers(self._cluster.head)) == self._head_is_lost:
             return
         self._head_is_lost = lost
         if not lost:
@@ -342,7 +340,8 @@ class _Gate:
     def _record(self) -> None:
         """Write `nodes.json`, for `status`, metrics and the summary."""
         with suppress(AsyncGRPOError, OSError):
-            write_nodes(self._run.nodes, NodesRecord(nodes=tuple(self._rows[number] for number in sorted(self._rows))))
+            rows = tuple(self._rows[number] for number in sorted(self._rows))
+            write_nodes(self._run.nodes, NodesRecord(head=self._cluster.head, nodes=rows))
 
 
 def as_text(state: RunState) -> str:

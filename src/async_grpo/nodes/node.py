@@ -41,6 +41,7 @@ from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import RunDir, RunState, activity_file
 from async_grpo.rundir.reading import parse_object, read_file
 from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.system_errors import sentence_of
 from async_grpo.settings import CPU
 from async_grpo.setup.devices import threads_per_process
 from async_grpo.setup.process import end_with_parent, path_to_us
@@ -98,6 +99,8 @@ class FarNode:
             self._side = _RunHere(order)
         except AsyncGRPOError as error:
             return str(error)
+        except OSError as error:  # no room, no right
+            return sentence_of(error) or reason_of(error)
         return ""
 
     def exchange(self, jobs: list[tuple[int, int, bytes]], states: bytes) -> dict[str, Any]:
@@ -118,8 +121,13 @@ class _RunHere:
 
     def __init__(self, order: dict[str, Any]) -> None:
         state = shaped(RunState, parse_object(order["state"]))
-        self._run, state = _prepare(order, state)
-        self._cleaner = _cleaner_of(self._run.root)
+        root = _folder_for(order, state.run_id)
+        self._cleaner = _cleaner_of(root)
+        try:
+            self._run, state = _prepare(order, state, root)
+        except BaseException:  # a full disk, say
+            self._cleaner.communicate()
+            raise
         self._lock = server_lock(self._run.root)
         self._lock.try_acquire({"role": "parameter server"})
         self._queue = ServerQueue.open(self._run.root, state.run_id, max_attempts=1, lock=self._lock)
@@ -341,13 +349,18 @@ def _gpus() -> list[str]:
         return []
 
 
-def _prepare(order: dict[str, Any], state: RunState) -> tuple[RunDir, RunState]:
-    """The run directory of this node: the server's plan, with the paths and devices of here."""
+def _folder_for(order: dict[str, Any], run_id: str) -> Path:
+    """A new folder for the run directory of this node."""
     parent = Path(order["node_dir"] or tempfile.gettempdir())
-    _tidy_up(parent, state.run_id)
-    root = parent / f"async-grpo-{state.run_id}-{order['number']}-{os.getpid()}"
+    _tidy_up(parent, run_id)
+    root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}"
     check_place(root)
-    run = RunDir(make_folder(root))
+    return make_folder(root)
+
+
+def _prepare(order: dict[str, Any], state: RunState, root: Path) -> tuple[RunDir, RunState]:
+    """The run directory of this node: the server's plan, with the paths and devices of here."""
+    run = RunDir(root)
     unpack(order["tree"], root / "setup")
     if Path(order["folder"]).is_dir():
         os.chdir(order["folder"])

@@ -34,6 +34,7 @@ class NodeRecord:
 class NodesRecord:
     """All of them."""
 
+    head: str = ""  # of Ray, HOST:PORT
     nodes: tuple[NodeRecord, ...] = ()
 
     @property

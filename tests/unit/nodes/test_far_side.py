@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 from node_fakes import RUN, a_group, a_job
 
-from async_grpo.errors import RunDirError
 from async_grpo.launch.supervisor import Child
 from async_grpo.nodes import leftovers
 from async_grpo.nodes import node as far
@@ -26,6 +26,7 @@ from async_grpo.nodes.node import Exchanged, SentJob, _RunHere
 from async_grpo.nodes.tree import packed
 from async_grpo.queue import WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_job
+from async_grpo.rundir import folders
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunState
 from async_grpo.rundir.plan import RunPlan
@@ -243,10 +244,31 @@ def test_a_worker_that_does_not_end_with_its_actor_is_killed(tmp_path: Path, mon
     assert not root.exists()
 
 
-def test_a_folder_of_others_is_refused(order: dict[str, Any]) -> None:
-    order["node_dir"] = "/proc"
-    with pytest.raises((RunDirError, OSError)):
-        _RunHere(order)
+def test_a_folder_that_cannot_be_used_is_refused(
+    order: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be written, a disk of the network, and one that is full; of that nothing is left."""
+    monkeypatch.setattr(far, "end_with_parent", lambda *given: None)
+    assert far.FarNode().begin({**order, "node_dir": "/proc"})
+    with monkeypatch.context() as changed:
+        changed.setattr(folders, "network_file_system", lambda path: "NFS")
+        assert "is on NFS. A run needs a local disk" in far.FarNode().begin(order)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "local" / "setup"))
+
+    monkeypatch.setattr(far, "unpack", full)
+    why = far.FarNode().begin(order)
+    assert why == f"{tmp_path}/local/setup: the disk is full. Make room, or choose another place."
+    until_gone(tmp_path / "local")
+
+
+def until_gone(folder: Path) -> None:
+    """Wait until nothing is left in a folder."""
+    deadline = time.monotonic() + 30
+    while list(folder.iterdir()):
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.02)
 
 
 def test_facts_are_plain_values() -> None:

@@ -54,7 +54,7 @@ class FakeCluster:
     """These machines, and an actor on each that is started."""
 
     def __init__(self, *names: str, gpus: int = 0) -> None:
-        self.names, self.gpus, self.has_head = list(names), gpus, True
+        self.names, self.gpus, self.head = list(names), gpus, "gpu1:6379"
         self.make: Callable[[str], FakeActor] = lambda name: FakeActor()
         self.started: list[str] = []
 
@@ -71,9 +71,6 @@ class FakeCluster:
     def open_to_the_network(self) -> str:
         return ""
 
-    def head_answers(self) -> bool:
-        return self.has_head
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
@@ -82,6 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(gates, "facts", lambda: FACTS)
     monkeypatch.setattr(gates, "PublishedVersions", lambda handle, put: FakeVersions())
     monkeypatch.setattr(gates, "LOOK_S", 0.01)
+    monkeypatch.setattr(gates, "head_answers", lambda head: head == "gpu1:6379")
     monkeypatch.setattr(gates, "AGAIN_S", 0.05)
     return RunDir(tmp_path / "run")
 
@@ -201,12 +199,19 @@ def test_the_loss_of_the_head_is_said(
     gate, stop = a_gate(run, cluster, nodes=2)
     thread = threading.Thread(target=gate.run)
     thread.start()
-    cluster.has_head = False
+    cluster.head = "nowhere:6379"
     until(lambda: warnings, "a warning")
     stop.requested = True
     thread.join(30)
     assert warnings[0].startswith("Ray is gone: 1 local worker continues. The other nodes end in about a minute")
     assert len(warnings) == 1
+
+
+def test_a_gate_that_begins_again_does_not_wait_for_a_head_that_is_gone(run: RunDir) -> None:
+    a_gate(run, FakeCluster("gpu2"))
+    write_nodes(run.nodes, NodesRecord(head="nowhere:6379"))
+    with pytest.raises(PeerDiedError, match="Ray is gone: its head, nowhere:6379, takes no connection"):
+        gates.run_gate(run.root)
 
 
 def test_a_gate_that_begins_again_takes_what_is_there(run: RunDir, server: ServerQueue) -> None:

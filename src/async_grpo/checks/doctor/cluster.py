@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import TYPE_CHECKING
 
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
-from async_grpo.errors import UsageError
+from async_grpo.errors import PeerDiedError, UsageError
 from async_grpo.formatting import counted
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def cluster(address: str) -> Iterator[Finding]:
                 )
             for machine in machines:
                 yield _machine(found, machine, here["versions"])
-    except UsageError as refusal:
+    except (UsageError, PeerDiedError) as refusal:
         yield error(SUBJECT, str(refusal), "Correct that first.")
 
 

@@ -1,0 +1,269 @@
+"""Runs with nodes on machines that share nothing but a link: kills, lost links, a frozen machine, a lost head."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
+
+from machines import Machine, Machines, machines, why_not
+from runs import SETUP, Command, command
+
+from async_grpo.archive.audit import Audit, audit
+from async_grpo.queue.names import COMPLETE, parse_name
+from async_grpo.telemetry.nodes import read_nodes
+from patience import until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(reason := why_not()), reason=f"no machines of their own: {reason}"),
+]
+
+KILLS = int(os.environ.get("NODE_KILLS", "50"))
+LINKS = int(os.environ.get("NODE_LINKS", "10"))
+DOWN_S = 30.0
+FROZEN_S = 60.0
+GIVE_UP_S = 600.0  # Ray's own minute, and six tries to reach it
+RUN = "worker"  # in the /tmp of the server's machine
+EVER = ("--eval-every", "0", "--steps", "1000000")
+STRIKES = ("worker", "actor", "raylet", "worker", "actor", "gate", "worker", "actor", "raylet", "machine")
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+#define AHEAD 3600
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(clock, now);
+    if (!result && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += AHEAD;
+    return result;
+}
+time_t time(time_t *out) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (out) *out = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+"""
+"""A library that sets the clock of the programs that load it an hour ahead. No namespace has a clock of its own."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    with machines(3, tmp_path) as made:
+        made.start_ray()
+        yield made
+
+
+class Training:
+    """A run whose launcher is on the first machine."""
+
+    def __init__(self, cluster: Machines, run: Command) -> None:
+        self._cluster, self.run = cluster, run
+        self.folder = cluster[0].folder / RUN
+
+    def groups(self) -> int:
+        """Groups that have been trained on."""
+        names = (parse_name(path.name) for path in (self.folder / "done").rglob("*"))
+        return sum(name is not None and name.state == COMPLETE for name in names)
+
+    def wait_for_groups(self, more: int = 8) -> None:
+        had = self.groups()
+        self.run.wait_until(lambda: self.groups() > had + more, f"{more} more groups")
+
+    def alive(self) -> int:
+        """Machines that are served now."""
+        record = read_nodes(self.folder / "nodes.json")
+        return 0 if record is None else record.alive
+
+    def claims(self, worker: str) -> set[str]:
+        return {path.name for path in (self.folder / "queue").glob(f"*_processing_by_{worker}.*")}
+
+    def log(self) -> str:
+        return (self.folder / "log_nodes.txt").read_text()
+
+    def both_work(self) -> None:
+        """Wait until each of the other machines has claims."""
+        for name in ("dev1", "dev2"):
+            self.run.wait_until(lambda name=name: self.claims(name), f"claims of {name}")
+
+    def stop(self) -> int:
+        """Ask the launcher for a stop, and wait for its end."""
+        (launcher,) = psutil.Process(self.run.process.pid).children()
+        launcher.send_signal(signal.SIGINT)
+        return self.run.wait()
+
+
+@contextmanager
+def training(cluster: Machines, *options: str, setup: Path = SETUP, **env: str) -> Iterator[Training]:
+    head = cluster[0]
+    arguments = ("train", str(setup), "--ray", "auto", "--workers-per-node", "1", *options)
+    with command(*arguments, cwd=head.folder, within=head.enter(), **{"TEST_REWARD_S": "0.05", **env}) as run:
+        yield Training(cluster, run)
+
+
+def judged(cluster: Machines, folder: Path, *, attempts: set[int] | None = None) -> Audit:
+    """What every run here must leave: each group used once, and nothing of ours on any machine.
+
+    Whatever the queue had to mend would be here: a duplicate, a file in quarantine, an attempt too many.
+    """
+    report = audit(folder)
+    assert report.anomalies == [] and report.duplicates == 0, report
+    assert not list((folder / "quarantine").glob("*")), "a healthy group was given up"
+    assert report.attempts().keys() <= (attempts or {1}), report.attempts()
+    for machine in cluster:
+        until(lambda machine=machine: not machine.ours(), f"the end of {machine.name}'s processes")
+        until(
+            lambda machine=machine: not list(machine.folder.glob("async-grpo-*")), f"the end of {machine.name}'s files"
+        )
+    return report
+
+
+def strike(what: str, cluster: Machines, machine: Machine) -> None:
+    """Kill it, and start again what a person would have to start."""
+    if what == "machine":
+        machine.turn_off()
+        cluster.turn_on(machine)
+    elif what == "gate":
+        until(lambda: cluster[0].having("async_grpo.cli nodes"), "the gate")[0].kill()
+        return
+    else:
+        words = {"worker": "async_grpo.cli worker", "actor": "ray::FarNode", "raylet": "raylet/raylet"}[what]
+        until(lambda: machine.having(words), f"{what} on {machine.name}")[0].kill()
+    if what in ("raylet", "machine"):
+        machine.start_ray(head=cluster[0])
+
+
+def test_kills_of_all_kinds_cost_nothing(cluster: Machines) -> None:
+    """Far workers, actors, raylets, whole machines and gates, one after another in one run."""
+    began = time.monotonic()
+    with training(cluster, "-n", "0", "--nodes", "3", *EVER) as run:
+        for number in range(KILLS):
+            run.run.wait_until(lambda: run.alive() == 2, "both nodes")
+            run.wait_for_groups(4)
+            what, machine = STRIKES[number % len(STRIKES)], cluster[1 + number // len(STRIKES) % 2]
+            print(f"{time.monotonic() - began:.0f} s: {what} on {machine.name}", flush=True)
+            strike(what, cluster, machine)
+            run.wait_for_groups(4)
+        assert run.stop() == 0, run.run.output
+    judged(cluster, run.folder, attempts={1, 2, 3})
+
+
+def test_a_link_that_goes_down_and_comes_back_again_and_again(cluster: Machines) -> None:
+    """The machine is silent, its groups go to others, and it joins again by itself."""
+    with training(cluster, "-n", "0", "--nodes", "3", *EVER) as run:
+        for number in range(LINKS):
+            machine = cluster[1 + number % 2]
+            run.run.wait_until(lambda: run.alive() == 2, "both nodes")
+            run.both_work()
+            cluster.pull(machine)
+            down = time.monotonic()
+            run.run.wait_until(lambda: run.alive() == 1, "the silence")
+            silent = time.monotonic() - down
+            run.wait_for_groups(2)
+            time.sleep(max(0.0, DOWN_S - (time.monotonic() - down)))
+            cluster.plug(machine)
+            up = time.monotonic()
+            run.run.wait_until(lambda: run.alive() == 2, "the machine again")
+            print(f"{machine.name}: silent after {silent:.1f} s, back {time.monotonic() - up:.1f} s after the link")
+        assert run.stop() == 0, run.run.output
+        assert f"{machine.name} has not answered for 10 s: its groups are pending again" in run.log()
+    judged(cluster, run.folder)
+
+
+def test_a_machine_that_is_frozen_for_a_minute(cluster: Machines) -> None:
+    """Ray calls it dead. What it has to say when it thaws is not heard, and a new `ray start` brings it back."""
+    frozen = cluster[1]
+    with training(cluster, "-n", "0", "--nodes", "3", *EVER) as run:
+        run.run.wait_until(lambda: run.alive() == 2, "both nodes")
+        run.both_work()
+        processes = frozen.freeze()
+        began = time.monotonic()
+        run.run.wait_until(lambda: run.alive() == 1, "the silence")
+        run.wait_for_groups()
+        time.sleep(max(0.0, FROZEN_S - (time.monotonic() - began)))
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+        run.wait_for_groups()
+        with suppress(AssertionError):
+            until(lambda: run.alive() == 2, "it again")
+        print("alive by itself", run.alive(), frozen.ours())
+        if run.alive() == 1:
+            until(lambda: not frozen.ours(), "the end of what thawed")
+            frozen.start_ray(head=cluster[0])
+            run.run.wait_until(lambda: run.alive() == 2, "the machine again")
+        assert run.stop() == 0, run.run.output
+        print(run.log())
+    judged(cluster, run.folder)
+
+
+def test_a_clock_that_is_an_hour_off_changes_nothing(cluster: Machines, tmp_path: Path) -> None:
+    """The monotonic clocks of these machines differ in every test, as those of machines do."""
+    if shutil.which("gcc") is None:
+        pytest.skip("the clock is set ahead by a library that gcc makes, which is not installed here")
+    ahead, library = cluster[1], cluster[1].folder / "clock.so"
+    build = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(build, input=CLOCK, text=True, check=True)
+    ahead.turn_off()
+    cluster.turn_on(ahead)
+    ahead.env = {"LD_PRELOAD": "/tmp/clock.so"}
+    ahead.start_ray(head=cluster[0])
+    there = float(ahead.run(sys.executable, "-c", "import time; print(time.time())").stdout)
+    assert there - time.time() > 3500, "the clock is not ahead"
+    with training(cluster, "-n", "0", "--nodes", "3", "--eval-every", "0", "--steps", "40") as run:
+        assert run.run.wait() == 0, run.run.output
+    assert judged(cluster, run.folder).nodes().keys() == {"gpu2", "gpu3"}
+
+
+def test_the_head_of_ray_is_killed_and_local_workers_go_on(cluster: Machines) -> None:
+    with training(cluster, "-n", "1", "--nodes", "3", *EVER) as run:
+        run.run.wait_until(lambda: run.alive() == 2, "both nodes")
+        run.wait_for_groups()
+        cluster[0].having("gcs_server")[0].kill()
+        run.run.wait_until(lambda: "Ray is gone: 1 local worker continues." in run.run.output, "the sentence")
+        run.run.wait_until(lambda: run.alive() == 0, "the end of the nodes")
+        run.wait_for_groups()
+        for machine in cluster[1:]:
+            until(lambda machine=machine: not machine.ours(), f"the end of {machine.name}'s processes")
+        assert run.stop() == 0
+        print(run.run.output, run.log())
+    judged(cluster, run.folder)
+
+
+def test_the_head_of_ray_is_killed_and_nobody_is_left(cluster: Machines) -> None:
+    with training(cluster, "-n", "0", "--nodes", "3", *EVER) as run:
+        run.run.wait_until(lambda: run.alive() == 2, "both nodes")
+        run.wait_for_groups()
+        cluster[0].having("gcs_server")[0].kill()
+        began = time.monotonic()
+        code = run.run.process.wait(GIVE_UP_S)
+        print("code", code, "after", time.monotonic() - began)
+        print(run.run.output, run.log())
+        assert code == 1
+        assert "Ray is gone: nobody is left on this machine" in run.run.output
+        assert "--resume" in run.run.output
+    judged(cluster, run.folder)
