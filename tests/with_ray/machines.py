@@ -93,6 +93,7 @@ class Machine:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={self.address}"),
             *(f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={store}", f"--node-name={self.name}"),
             "--disable-usage-stats",
+            RAY_raylet_start_wait_time_s="150",
         )
         assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
 

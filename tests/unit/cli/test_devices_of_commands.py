@@ -11,6 +11,7 @@ import pytest
 
 from async_grpo.cli import options
 from async_grpo.cli.compute import server as server_command
+from async_grpo.cli.compute import train as train_command
 from async_grpo.cli.compute import worker as worker_command
 from async_grpo.errors import UsageError
 from async_grpo.launch.devices import plan_devices
@@ -78,6 +79,25 @@ def test_plans_that_do_not_add_up(
     with pytest.raises(UsageError) as refusal:
         plan_devices(master, workers, count)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [([], True), (["-n", "2"], True), (["--worker-device-ids", "2,3"], False), (["-n", "0"], False)],
+)
+def test_the_gpus_that_several_ranks_leave_to_local_workers_are_named(
+    given: list[str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a local worker (they are all on other machines) there is nothing to name."""
+    see_gpus(monkeypatch, 4)
+    (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n")
+    arguments = ["setup.py", "--ray", "auto", "--accelerate-config", str(tmp_path / "ddp.yaml"), *given]
+    args = train_command.build_parser().parse_args(arguments)
+    if refused:
+        with pytest.raises(UsageError, match="which are left for the workers: --worker-device-ids"):
+            train_command._ranks(args)
+    else:
+        assert train_command._ranks(args).processes == 2
 
 
 class Begun(Exception):  # no error

@@ -237,7 +237,7 @@ def _ranks(args: argparse.Namespace) -> AccelerateConfig:
             "'async-grpo[deepspeed]' (it is built from its sources). Without it, FSDP2 shards weights, gradients and "
             "optimizer state as ZeRO-3 does: --accelerate-config examples/accelerate/fsdp2.yaml."
         )
-    if choose_device(args.master_device_id) != CPU and args.worker_device_ids is None:
+    if choose_device(args.master_device_id) != CPU and args.worker_device_ids is None and args.num_workers != 0:
         raise UsageError(
             "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
             "the workers: --worker-device-ids 2,3."
