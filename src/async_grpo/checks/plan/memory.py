@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from async_grpo.checks.plan.facts import Shape, TrainerFacts
+from async_grpo.checks.plan.facts import Parameters, Shape, TrainerFacts
 from async_grpo.formatting import counted, size
 
 USABLE = 0.85  # of a GPU; the rest is for CUDA, kernels and fragments
@@ -67,14 +67,13 @@ class MemoryEstimate:
 def estimate(facts: TrainerFacts) -> MemoryEstimate:
     """Count what the server holds, and what each worker holds in addition."""
     parameters = facts.parameters
-    unknown = (None, "not known here, counted as AdamW's two numbers a parameter")
-    each, note = _OPTIMIZERS.get(facts.optimizer, unknown)
+    optimizer, note = optimizer_bytes(parameters, facts.optimizer)
     weights = parameters.nbytes + parameters.buffer_bytes
     return MemoryEstimate(
         weights=weights,
         reference=facts.reference_bytes,
         gradients=parameters.trained_bytes,
-        optimizer=2 * parameters.trained_bytes if each is None else int(each * parameters.trained),
+        optimizer=optimizer,
         optimizer_note=f"{facts.optimizer}: {note}",
         critic=_CRITIC * facts.trained_besides,
         task_gradients=facts.gradients_besides * parameters.trained_bytes,
@@ -82,6 +81,19 @@ def estimate(facts: TrainerFacts) -> MemoryEstimate:
         published_in_host_memory=facts.published_in_host_memory,
         worker_own=weights,
     )
+
+
+def optimizer_bytes(parameters: Parameters, optimizer: str) -> tuple[int, str]:
+    """Count the optimizer's state, and say how."""
+    unknown = (None, "not known here, counted as AdamW's two numbers a parameter")
+    each, note = _OPTIMIZERS.get(optimizer, unknown)
+    return 2 * parameters.trained_bytes if each is None else int(each * parameters.trained), note
+
+
+def trained_bytes(parameters: Parameters, optimizer: str) -> int:
+    """Bytes of a model that is trained: weights with buffers, gradients, and the optimizer's state."""
+    state, _ = optimizer_bytes(parameters, optimizer)
+    return parameters.nbytes + parameters.buffer_bytes + parameters.trained_bytes + state
 
 
 def version_bytes(facts: TrainerFacts) -> int:
@@ -131,20 +143,34 @@ def tokens_beside(rest: float, shape: Shape) -> int:
 
 def activation_bytes(facts: TrainerFacts, *, on_gpu: bool) -> int | None:
     """Bytes of one forward and backward pass; None where the model's shape is not known."""
-    shape = facts.shape
-    if shape is None:
+    if facts.shape is None:
         return None
     rows = facts.batch.per_device_train_batch_size
-    element = _HALF if facts.precision != "fp32" else shape.element_bytes
-    tokens, layer = rows * sequence_tokens(facts), layer_bytes_a_token(shape, element)
-    logits = 4 * rows * (facts.max_completion_length or 0) * shape.vocabulary
-    logits = min(logits, _TILE) if on_gpu else _LOGITS * logits
-    if facts.gradient_checkpointing:  # the input of each layer; the logits are gone when a layer is computed again
-        kept = tokens * shape.layers * shape.hidden * element + max(tokens * layer, logits)
-    else:
-        kept = tokens * shape.layers * layer + logits
-    copies = facts.parameters.dtypes.get("float32", 0) // 2 if facts.precision != "fp32" else 0  # autocast's
-    return kept + copies
+    logits = 4 * rows * (facts.max_completion_length or 0) * facts.shape.vocabulary
+    kept = pass_bytes(
+        facts.shape,
+        rows * sequence_tokens(facts),
+        min(logits, _TILE) if on_gpu else _LOGITS * logits,
+        half=facts.precision != "fp32",
+        checkpointed=facts.gradient_checkpointing,
+    )
+    return kept + (facts.parameters.dtypes.get("float32", 0) // 2 if facts.precision != "fp32" else 0)  # autocast's
+
+
+def pass_bytes(shape: Shape, tokens: int, logits: int, *, half: bool, checkpointed: bool) -> int:
+    """Bytes that one forward and backward pass keeps.
+
+    Args:
+        tokens: of all rows.
+        logits: bytes of those that are there at a time.
+        half: it computes in half precision.
+        checkpointed: layers are computed again.
+    """
+    element = _HALF if half else shape.element_bytes
+    layer = layer_bytes_a_token(shape, element)
+    if checkpointed:  # the input of each layer; the logits are gone when a layer is computed again
+        return tokens * shape.layers * shape.hidden * element + max(tokens * layer, logits)
+    return tokens * shape.layers * layer + logits
 
 
 def layer_bytes_a_token(shape: Shape, element: int) -> int:
