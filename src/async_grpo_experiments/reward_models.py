@@ -6,12 +6,64 @@ of each text, which is found by the text's length: no padding token is needed, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
 from async_grpo.errors import UsageError
+
+Reward: TypeAlias = Callable[..., list[float]]
+
+
+def load_reward_model(name: str) -> Any:
+    """A reward model from a folder or from the hub, to score with in float32."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32).eval()
+    return model.to("cuda") if torch.cuda.is_available() else model
+
+
+def check_tokens(name: str, reference: str) -> None:
+    """`UsageError` where a reward model reads other tokens than the reference writes, or has several labels."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if (labels := AutoConfig.from_pretrained(name).num_labels) != 1:
+        raise UsageError(f"A reward model has one label, and {name} has {labels}.")
+    ours, theirs = (AutoTokenizer.from_pretrained(one).get_vocab() for one in (reference, name))
+    if ours != theirs:
+        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+        raise UsageError(
+            f"{name} scores the tokens of {reference} as they were sampled, and {token!r} is not the same token to "
+            "both: take a reward model of the same tokenizer."
+        )
+
+
+def reward_of_tokens(scored: Callable[[Sequence[Sequence[int]]], list[float]], tokenizer: Any) -> Reward:
+    """A reward function for `GRPOTrainer`: what `scored` says of the token ids of prompt and completion.
+
+    Completions are scored as they were sampled; the prompt is tokenised as the trainer does it.
+    """
+
+    def model_score(prompts: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return scored([[*prompt_ids(tokenizer, one), *ids] for one, ids in zip(prompts, completion_ids, strict=True)])
+
+    return model_score
+
+
+def reward_by(name: str, tokenizer: Any) -> Reward:
+    """A reward function for `GRPOTrainer`: the score of a reward model from a folder or from the hub."""
+    return reward_of_tokens(partial(scores_of_texts, load_reward_model(name)), tokenizer)
+
+
+def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
+    """Token ids of a prompt, text or messages."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    )
 
 
 def score(rows: Iterable[Mapping[str, Any]], model: Any, batch_size: int = 32) -> list[float]:

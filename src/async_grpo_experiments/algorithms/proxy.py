@@ -6,7 +6,7 @@ the bounds, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from async_grpo.rundir.shape import as_json, shaped
 from async_grpo_experiments.algorithms.protocols import PreferenceSettings, Trained
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit
-from async_grpo_experiments.reward_models import scores_of_texts
+from async_grpo_experiments.reward_models import Reward, reward_by, reward_of_tokens, scores_of_texts
+
+BOUNDS = "proxy.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Proxy:
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-        self._bounds = shaped(ProxyBounds, read_object(folder / "proxy.json"))
+        self._bounds = shaped(ProxyBounds, read_object(folder / BOUNDS))
         self.clipped = 0
 
     def scaled(self, texts: Sequence[Sequence[int]]) -> list[float]:
@@ -86,7 +88,7 @@ def train_proxy(settings: PreferenceSettings, backbone: str, pairs: Rows, out: P
         scores = scores_of_texts(model.eval(), [row.tokens for row in pairs.items])
         if max(scores) <= min(scores):
             raise UsageError("The proxy scores all texts alike: train it for longer, or on more pairs.")
-        write_json(folder / "proxy.json", as_json(ProxyBounds(min(scores), max(scores))))
+        write_json(folder / BOUNDS, as_json(ProxyBounds(min(scores), max(scores))))
 
     return fit(trainer, out / "proxy", save)
 
@@ -100,25 +102,9 @@ def padding_for(model: Any, texts: Sequence[Sequence[int]]) -> int:
     return free
 
 
-def reward_of(folder: Path, reference: str) -> Callable[..., list[float]]:
-    """A reward function for `GRPOTrainer`: the proxy's scaled score of prompt and completion.
-
-    Completions are scored as they were sampled; the prompt is tokenised as the trainer does it.
-    """
-    proxy = Proxy(folder)
+def reward_of(folder: Path, reference: str) -> Reward:
+    """A reward function for `GRPOTrainer`: the scaled score of a proxy, or the score of any other reward model."""
     tokenizer = AutoTokenizer.from_pretrained(reference)
-
-    def proxy_score(prompts: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        texts = [[*prompt_ids(tokenizer, prompt), *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
-        return proxy.scaled(texts)
-
-    return proxy_score
-
-
-def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a prompt, text or messages."""
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-    )
+    if (folder / BOUNDS).exists():
+        return reward_of_tokens(Proxy(folder).scaled, tokenizer)
+    return reward_by(str(folder), tokenizer)

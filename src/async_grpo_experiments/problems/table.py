@@ -143,10 +143,10 @@ def exactly(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list
     return [float(found.strip() == right) for found, right in zip(completions, answer, strict=True)]
 
 
-def _star(count: int, *, branches: int = 3, length: int = 3, seed: int = 0) -> ProblemSet:
+def _star(count: int, *, branches: int = 3, length: int = 3, nodes: int = 12, seed: int = 0) -> ProblemSet:
     from async_grpo_experiments.worlds import star as worlds
 
-    graphs = [*worlds.star_graphs(branches, length, count, seed=seed)]
+    graphs = [*worlds.star_graphs(branches, length, count, nodes=nodes, seed=seed)]
     return ProblemSet(worlds.star_rows(graphs), worlds.star_reward, verified=True)
 
 
@@ -156,11 +156,28 @@ def _sentiment(count: int, *, seed: int = 1) -> ProblemSet:
     return ProblemSet(worlds.sentiment_rows(count, seed=seed), worlds.sentiment_reward, verified=False)
 
 
-_MADE: dict[str, Callable[..., ProblemSet]] = {"sums": _sums, "star": _star, "sentiment": _sentiment}
+def _ascents(count: int, *, graded: bool = False) -> ProblemSet:
+    """A letter as prompt; rewarded are letters that follow their predecessor. A reference says five of `a` to `h`."""
+    from async_grpo_experiments.worlds import enumerable as worlds
+
+    reward = worlds.graded_ascents_of_letters if graded else worlds.ascents_of_letters
+    return ProblemSet(worlds.letters_rows(count), reward, verified=not graded)
+
+
+_MADE: dict[str, Callable[..., ProblemSet]] = {
+    "sums": _sums,
+    "star": _star,
+    "sentiment": _sentiment,
+    "ascents": _ascents,
+}
 ON_HUB = tuple(_HUB)
 NAMES = (*_HUB, *_MADE)
 
 
+SCORED = (*(name for name, source in _HUB.items() if source.reward is None), "sentiment")
+"""Sets whose answers a reward model may score: the others are right or wrong."""
+
+
 def has_reward(name: str) -> bool:
-    """Whether a function rewards the answers of a set, and not a reward model."""
+    """Whether a function rewards the answers of a set, and not only a reward model."""
     return name not in _HUB or _HUB[name].reward is not None

@@ -50,6 +50,8 @@ class SystemKeys:
     """How stages run.
 
     Attributes:
+        deterministic: sample each group alone, since what shares a batch changes the bits: slower, and the same results
+            bit for bit, however often it was killed.
         max_parallel_jobs: stages at a time; None: all that fit.
     """
 
@@ -59,6 +61,7 @@ class SystemKeys:
     gpus_per_job: int = 1
     engine: Literal["local"] = "local"
     device: Literal["auto", "cpu"] = "auto"
+    deterministic: bool = False
     max_parallel_jobs: int | None = None
 
 
@@ -113,12 +116,15 @@ class DatasetKeys:
     """A set of `problems.table`, by its own name or by that of `source`.
 
     Attributes:
+        reward_model: folder or name of a model that scores answers, of a set that no function rewards, or of
+            `sentiment` in place of its lexicon.
         made: keys of a set that is made here, such as `branches`.
         evaluated: keys of the same set where it is evaluated, such as another `seed`.
     """
 
     source: str | None = None
     path: str | None = None
+    reward_model: str | None = None
     split: str = "train"
     eval_split: str = "test"
     made: dict[str, Any] = field(default_factory=dict)
@@ -234,11 +240,6 @@ def _unknown_names(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _not_built(config: ExperimentConfig) -> Iterator[str]:
-    if config.data_collection.reward_batch_size != CollectionKeys().reward_batch_size:
-        yield (
-            "data_collection.reward_batch_size is of datasets that a reward model scores, and stages with one are not "
-            f"built: leave it at {CollectionKeys().reward_batch_size}."
-        )
     if config.system.gpus_per_job > 1:
         yield "A stage on several GPUs is not built: set system.gpus_per_job=1."
     if config.system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut
@@ -13,15 +12,16 @@ class SampledAnswers:
     """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan.
 
     Args:
-        verified: whether the reward is 1 for what is right and 0 for all else.
+        samples: the rows.
+        rewards: one for each row.
+        verified: whether a reward is 1 for what is right and 0 for all else.
     """
 
-    def __init__(self, folder: Path, *, verified: bool) -> None:
-        from datasets import load_from_disk
-
+    def __init__(self, samples: Iterable[Mapping[str, Any]], rewards: Sequence[float], *, verified: bool) -> None:
         self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
-        for row in load_from_disk(str(folder)):
-            self._by_request.setdefault((row["wave"], row["problem"], row["request"]), []).append(row)
+        for row, reward in zip(samples, rewards, strict=True):
+            place = row["wave"], row["problem"], row["request"]
+            self._by_request.setdefault(place, []).append({**row, "reward": reward})
         self._wave, self._verified = -1, verified
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
@@ -43,5 +43,5 @@ def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]], verified: bool) 
         prompt=tuple(rows[0]["prompt_ids"]),
         completions=tuple(tuple(row["completion_ids"][len(cut.prefix) :]) for row in rows),
         rewards=rewards,
-        correct=tuple(reward == 1 for reward in rewards) if verified else None,
+        correct=tuple(reward == 1 for reward in rewards) if verified else (),
     )

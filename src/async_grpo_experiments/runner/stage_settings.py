@@ -7,7 +7,8 @@ from typing import Any
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.protocols import configured
-from async_grpo_experiments.problems.table import ON_HUB, ProblemSet, has_reward, load
+from async_grpo_experiments.problems.table import ON_HUB, SCORED, ProblemSet, has_reward, load
+from async_grpo_experiments.reward_models import check_tokens
 from async_grpo_experiments.runner.config import ALGORITHMS, ExperimentConfig
 
 
@@ -37,14 +38,15 @@ def settings_of(config: ExperimentConfig, algo: str, family: str, seed: int) -> 
 
 
 def problems_of(config: ExperimentConfig, dataset: str, *, evaluated: bool = False) -> ProblemSet:
-    """The rows of a dataset, to train on or to evaluate on. `UsageError`: there are none, or nothing rewards them."""
+    """The rows of a dataset, to train on or to evaluate on. `UsageError`: there are none."""
     keys = config.datasets[dataset]
     split = keys.eval_split if evaluated else keys.split
     most = config.evaluation.max_examples if evaluated else config.data_collection.max_examples
     made = keys.made | (keys.evaluated if evaluated else {})
     chat = config.generation.use_chat_template
     name = keys.source or dataset
-    return load(name, path=keys.path, split=split, max_examples=most, chat=chat, **made)
+    problems = load(name, path=keys.path, split=split, max_examples=most, chat=chat, **made)
+    return problems if keys.reward_model is None else ProblemSet(problems.rows, None, verified=False)
 
 
 def check(config: ExperimentConfig) -> None:
@@ -56,8 +58,22 @@ def check(config: ExperimentConfig) -> None:
     for dataset in sorted(names):
         keys = config.datasets[dataset]
         source = keys.source or dataset
-        if not has_reward(source):
-            raise UsageError(f"{dataset} is scored by a reward model, and stages with one are not built: leave it out.")
+        if keys.reward_model is not None:
+            _check_reward_model(config, dataset, keys.reward_model)
+        elif not has_reward(source):
+            raise UsageError(f"{dataset} is scored by a reward model: set datasets.{dataset}.reward_model=FOLDER.")
         if keys.path is not None or source not in ON_HUB:  # those of the hub are read when they are used
             problems_of(config, dataset)
             problems_of(config, dataset, evaluated=True)
+
+
+def _check_reward_model(config: ExperimentConfig, dataset: str, name: str) -> None:
+    """`UsageError` where the set needs no such model, or the model reads other tokens than a reference writes."""
+    source = config.datasets[dataset].source or dataset
+    if source not in SCORED:
+        raise UsageError(
+            f"datasets.{dataset}.reward_model: answers to {source} are right or wrong, without a model. Leave it out; "
+            f"models score {' and '.join(SCORED)}."
+        )
+    for family in config.families:
+        check_tokens(name, config.models[family].ref)

@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from datasets import load_from_disk
+
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
@@ -29,6 +31,7 @@ from async_grpo_experiments.algorithms.protocols import collect
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.cut_plans import requests_of
 from async_grpo_experiments.problems.table import ProblemSet
+from async_grpo_experiments.reward_models import load_reward_model, reward_by, score
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentConfig, checked
 from async_grpo_experiments.runner.config_files import config_of
@@ -75,8 +78,10 @@ class Work:
         kind = getattr(import_module(f"async_grpo_experiments.algorithms.{module}"), name)
         if self.job.algo == "GRPO":
             reward = self.problems.reward
-            assert reward is not None
-            return kind(self.algorithm_settings, self.problems.rows, f"{reward.__module__}:{reward.__qualname__}")
+            name = self.reward_model(self.job.dataset)
+            if reward is not None:
+                name = f"{reward.__module__}:{reward.__qualname__}"
+            return kind(self.algorithm_settings, self.problems.rows, name)
         if self.job.algo == "GRPO-HF":
             return kind(self.algorithm_settings, self.problems.rows)
         return kind(self.algorithm_settings)
@@ -103,9 +108,10 @@ class Work:
         run = self._begin(partial, "generating", out)
         if not out.exists():
             setup = self._setup_file(run, guided_by=self.trained(self.job.round - 1) if self._rolls_in_guided else None)
-            self._child("generate", self.reference, setup, run, "--out", str(out), "--deterministic")
+            self._child("generate", self.reference, setup, run, "--out", str(out))
         shutil.copytree(out, partial / SAMPLES)
-        answers = SampledAnswers(out, verified=self.problems.verified)
+        samples = load_from_disk(str(out))
+        answers = SampledAnswers(samples, self._rewards(samples), verified=self.problems.verified)
         continuations = collect(plan(problems, self.job.round), answers.answer)
         self.algorithm.rows(continuations, self.job.round).save(partial / ROWS)
 
@@ -137,6 +143,18 @@ class Work:
                 self._child("evaluate", model, setup, run, "--json", str(figures), *self._sampled_with(guided))
             found += _evaluated(dataset, read_object(figures))
         write_json(partial / RESULT, as_json(JobResult(evaluations=found)))
+
+    def _rewards(self, samples: Iterable[Mapping[str, Any]]) -> list[float]:
+        """Those that the samples came with, or the scores of the reward model."""
+        if self.problems.reward is not None:
+            return [row["reward"] for row in samples]
+        model = load_reward_model(self.reward_model(self.job.dataset))
+        return score(samples, model, self.config.data_collection.reward_batch_size)
+
+    def reward_model(self, dataset: str) -> str:
+        name = self.config.datasets[dataset].reward_model
+        assert name is not None, f"{dataset} has no reward, which `check` refuses"
+        return name
 
     def tidy(self) -> None:
         """Remove what complete folders have a copy of."""
@@ -183,6 +201,7 @@ class Work:
     def _child(self, command: str, model: str, setup: Path, run: Path, *more: str) -> None:
         """Run one command to its end. `AsyncGRPOError`: it failed."""
         arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
+        arguments += ["--deterministic"] if self.config.system.deterministic else []
         arguments += ["--resume"] if run.exists() else []
         ends_with_us = [sys.executable, "-I", "-S", held.__file__, str(os.getpid()), "all"]
         child = subprocess.Popen([*ends_with_us, sys.executable, "-m", "async_grpo.cli", *arguments])
@@ -233,11 +252,14 @@ def trainer_of(path: Path) -> Any:
     work = work_of(Path(keys["root"]), keys["job"])
     config = work.config
     sets = problems_of(config, keys["evaluated"], evaluated=True) if keys["evaluated"] else work.problems
-    rows = Dataset.from_list(sets.rows)
+    rows, tokenizer = Dataset.from_list(sets.rows), AutoTokenizer.from_pretrained(work.reference)
+    reward = sets.reward or unscored
+    if sets.reward is None and keys["evaluated"]:
+        reward = reward_by(work.reward_model(keys["evaluated"]), tokenizer)
     batch, on_gpu = max(2, config.generation.batch_size), torch.cuda.is_available()
     trainer: Any = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(work.reference, attn_implementation=config.system.attn_impl),
-        sets.reward,
+        reward,
         args=GRPOConfig(
             output_dir=str(work.folder / "unused"),
             per_device_train_batch_size=batch,
@@ -252,7 +274,7 @@ def trainer_of(path: Path) -> Any:
         ),
         train_dataset=rows,
         eval_dataset=rows if keys["evaluated"] else None,
-        processing_class=AutoTokenizer.from_pretrained(work.reference),
+        processing_class=tokenizer,
     )
     if not keys["evaluated"]:
         unguided = {"eta": "off"} if keys["guided_by"] else None
@@ -263,6 +285,11 @@ def trainer_of(path: Path) -> Any:
 
         trainer = guided(trainer, head=keys["guided_by"], **work.algorithm.guidance())
     return trainer
+
+
+def unscored(completions: Sequence[Any], **_: Any) -> list[float]:
+    """The reward while it is sampled where a reward model scores afterwards."""
+    return [0.0] * len(completions)
 
 
 def _note_memory(partial: Path) -> None:

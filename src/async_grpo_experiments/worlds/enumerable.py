@@ -21,6 +21,7 @@ from async_grpo_experiments.algorithms.protocols import Continuations, Cut
 TOKENS = 8
 LENGTH = 5
 SEQUENCES = TOKENS**LENGTH
+LETTERS = "abcdefgh"  # the tokens as texts have them
 ROWS = 4096  # that a model evaluates at once
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -170,6 +171,26 @@ def ascents_reward(tokens_NT: NDArray[np.int64], *, graded: bool = False) -> Flo
 def _place(path_1T: NDArray[np.int64], t: int) -> tuple[int, int]:
     """Where the path's token t stands in an array [S, V]."""
     return int(numbers_of(path_1T[:, :t])[0]), int(path_1T[0, t])
+
+
+def letters_rows(count: int) -> list[dict[str, str]]:
+    """Rows of a dataset: a letter each as prompt."""
+    return [{"prompt": LETTERS[place % TOKENS]} for place in range(count)]
+
+
+def ascents_of_letters(completions: Sequence[str], **_: Any) -> list[float]:
+    """The reward of *ascents* for texts such as `a b d d e`."""
+    return [_of_letters(completion, graded=False) for completion in completions]
+
+
+def graded_ascents_of_letters(completions: Sequence[str], **_: Any) -> list[float]:
+    """The same, graded."""
+    return [_of_letters(completion, graded=True) for completion in completions]
+
+
+def _of_letters(text: str, *, graded: bool) -> float:
+    tokens = [[LETTERS.index(word) for word in text.split() if word in LETTERS]]
+    return float(ascents_reward(np.array(tokens), graded=graded)[0]) if tokens[0] else 0.0
 
 
 def log_of_sequences(steps: Steps) -> Floats:

@@ -88,10 +88,9 @@ def star_rows(graphs: Sequence[StarGraph]) -> list[dict[str, str]]:
 
 def walks(graphs: Sequence[StarGraph], branches: Sequence[int], tokenizer: Any) -> tuple[torch.Tensor, int]:
     """Token ids of each graph and one of its paths, with the end token, [B, T]; and how many are of the graph."""
-    words = tokenizer.get_vocab()
-    texts = [(one.prompt, text_of(one.paths[branch])) for one, branch in zip(graphs, branches, strict=True)]
-    ids = [[words[word] for word in f"{prompt} {path}".split()] + [tokenizer.eos_token_id] for prompt, path in texts]
-    return torch.tensor(ids), len(texts[0][0].split())
+    texts = [f"{one.prompt} {text_of(one.paths[branch])}" for one, branch in zip(graphs, branches, strict=True)]
+    ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(texts)["input_ids"]]
+    return torch.tensor(ids), len(tokenizer(graphs[0].prompt)["input_ids"])
 
 
 def train_reference(

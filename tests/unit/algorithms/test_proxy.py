@@ -10,9 +10,9 @@ import pytest
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
-from async_grpo_experiments.algorithms.proxy import Proxy, padding_for, prompt_ids, reward_of, train_proxy
+from async_grpo_experiments.algorithms.proxy import Proxy, padding_for, reward_of, train_proxy
 from async_grpo_experiments.algorithms.rows import Rows, best_and_worst
-from async_grpo_experiments.reward_models import scores_of_texts
+from async_grpo_experiments.reward_models import prompt_ids, scores_of_texts
 from async_grpo_experiments.worlds.enumerable import Enumerable
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
 

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.problems.table import BOXED, load
+from async_grpo_experiments.worlds.enumerable import ascents_reward
 
 ROWS: list[dict[str, Any]] = [{"question": "1+1?", "answer": "so\n#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
 
@@ -43,7 +45,7 @@ def test_where_a_reward_model_scores_there_is_no_function(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "how", "words"),
     [
-        ("GSM", {}, "GSM is not the name .* GSM8K, MATH, AIME, TLDR, sums, star, sentiment"),
+        ("GSM", {}, "GSM is not the name .* GSM8K, MATH, AIME, TLDR, sums, star, sentiment, ascents"),
         ("sums", {"path": "x"}, "sums is made here, and takes no path"),
         ("GSM8K", {"seed": 1}, "GSM8K takes no seed"),
         ("sums", {"branches": 2}, "sums is not made by branches. Its keys are below, seed"),
@@ -61,6 +63,24 @@ def test_a_file_of_other_columns_or_without_rows_is_refused(tmp_path: Path) -> N
         load("MATH", path=tmp_path / "other.jsonl")
     with pytest.raises(UsageError, match="TLDR has no rows"):
         load("TLDR", path=tmp_path / "other.jsonl", max_examples=0)
+
+
+def test_aime_is_read_from_a_path_and_judged_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "aime.jsonl").write_text('{"problem": "How many?", "answer": "204"}\n')
+    problems = load("AIME", path=tmp_path / "aime.jsonl")
+    assert problems.rows == [{"prompt": f"How many?\n{BOXED}", "answer": "204"}]
+    assert problems.reward is not None
+    assert problems.reward([r"\boxed{204}", "240"], answer=["204"] * 2) == [1.0, 0.0]
+
+
+def test_ascents_are_rewarded_as_in_the_world_of_this_name() -> None:
+    texts, tokens = ["a b d d e", "a c e g h", "b a h g f"], [[0, 1, 3, 3, 4], [0, 2, 4, 6, 7], [1, 0, 7, 6, 5]]
+    for graded in (False, True):
+        problems = load("ascents", max_examples=9, graded=graded)
+        assert problems.reward is not None
+        assert problems.reward(texts) == ascents_reward(np.array(tokens), graded=graded).tolist()
+        assert problems.reward([""]) == [0.0]
+    assert [row["prompt"] for row in problems.rows] == [*"abcdefgha"]
 
 
 def test_sums_are_those_of_the_seed() -> None:

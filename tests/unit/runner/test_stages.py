@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from datasets import Dataset
+import torch
 from experiment_yard import tree
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
 from async_grpo_experiments.algorithms.rows import preferable
 from async_grpo_experiments.problems.table import load
-from async_grpo_experiments.runner.config import checked
+from async_grpo_experiments.reward_models import load_reward_model
+from async_grpo_experiments.runner.config import ExperimentConfig, checked
+from async_grpo_experiments.runner.graph import jobs_of
 from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, settings_of
+from async_grpo_experiments.runner.stages import Work
+from async_grpo_experiments.worlds.sentiment import sentiment_tokenizer
+from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
 
 
 def test_an_algorithm_gets_its_own_keys_over_the_shared_ones() -> None:
@@ -36,7 +43,8 @@ def test_an_algorithm_gets_its_own_keys_over_the_shared_ones() -> None:
     [
         ({"algos": {"PITA": {"batchsize": 3}}}, "the nearest is 'batch_size'"),
         ({"algos": {"QSharp": {"loss_type": "bradley_terry"}}}, "take PITA"),
-        ({"datasets": {"sums": {"source": "TLDR"}}}, "scored by a reward model"),
+        ({"datasets": {"sums": {"source": "TLDR"}}}, r"set datasets\.sums\.reward_model=FOLDER"),
+        ({"datasets": {"sums": {"reward_model": "x"}}}, r"right or wrong, .* score TLDR and sentiment"),
         ({"datasets": {"sums": {"source": "sum"}}}, "sum is not the name of a set"),
     ],
 )
@@ -45,24 +53,53 @@ def test_what_an_algorithm_or_a_dataset_does_not_know_is_refused(keys: dict[str,
         check(checked(tree(**keys)))
 
 
-def test_cuts_are_answered_by_their_wave_and_place(tmp_path: Path) -> None:
-    rows = [
+def test_cuts_are_answered_by_their_wave_and_place() -> None:
+    rows: list[dict[str, Any]] = [
         {"problem": 1, "wave": wave, "request": place, "prompt_ids": [9], "completion_ids": ids, "reward": reward}
         for wave, place, ids, reward in [(0, 0, [1, 2], 0.0), (1, 0, [1, 3], 1.0), (1, 1, [1, 2, 4], 0.5)]
     ]
-    Dataset.from_list(rows).save_to_disk(tmp_path / "samples")
-    answers = SampledAnswers(tmp_path / "samples", verified=False)
+    answers = SampledAnswers(rows, [row["reward"] for row in rows], verified=False)
     assert [one.completions for one in answers.answer([Cut(problem=0), Cut(problem=1)])] == [((1, 2),)]
     second = answers.answer([Cut(problem=1, prefix=(1,)), Cut(problem=1, prefix=(1, 2))])
     assert [(one.completions, one.rewards) for one in second] == [(((3,),), (1.0,)), (((4,),), (0.5,))]
 
 
 @pytest.mark.parametrize(("dataset", "preferred"), [("sums", (0.0, 5.0)), ("sentiment", (0.0, 1.0))])
-def test_what_is_right_has_its_bonus_where_a_dataset_is_verified(
-    dataset: str, preferred: tuple[float, ...], tmp_path: Path
-) -> None:
+def test_what_is_right_has_its_bonus_where_a_dataset_is_verified(dataset: str, preferred: tuple[float, ...]) -> None:
     row = {"problem": 0, "wave": 0, "request": 0, "prompt_ids": [9], "completion_ids": [1]}
-    Dataset.from_list([row | {"reward": reward} for reward in (0.0, 1.0)]).save_to_disk(tmp_path / "samples")
-    answers = SampledAnswers(tmp_path / "samples", verified=load(dataset, max_examples=1).verified)
+    answers = SampledAnswers([row, row], [0.0, 1.0], verified=load(dataset, max_examples=1).verified)
     (found,) = answers.answer([Cut(problem=0, count=2)])
     assert preferable(found, PreferenceSettings(reference="any")) == preferred
+
+
+def reward_model(folder: Path, tokenizer: Any) -> str:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"initializer_range": 0.3}
+    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=2, head_dim=16, num_labels=1, **shape)
+    return save(folder, Qwen3ForSequenceClassification(config), tokenizer)
+
+
+def scored_by(tmp_path: Path, tokenizer: Any, batch: int = 32) -> ExperimentConfig:
+    """An experiment on the start of reviews, whose rest a reward model of this tokenizer scores."""
+    reference = save(tmp_path / "reference", small_transformer(sentiment_tokenizer()), sentiment_tokenizer())
+    scored = {"source": "sentiment", "reward_model": reward_model(tmp_path / "judge", tokenizer)}
+    keys = {"models": {"tiny": {"ref": reference}}, "data_collection": {"reward_batch_size": batch}}
+    return checked(tree(datasets={"sums": scored}, **keys))
+
+
+@pytest.mark.parametrize("batch", [2, 32])
+def test_a_reward_model_scores_what_was_sampled(tmp_path: Path, batch: int) -> None:
+    config = scored_by(tmp_path, sentiment_tokenizer(), batch)
+    check(config)
+    samples = [{"prompt_ids": [3], "completion_ids": [1] * (n + 1), "reward": 0.0} for n in range(8)]
+    found = Work(config, jobs_of(config)[1])._rewards(samples)
+    judge = load_reward_model(str(tmp_path / "judge"))
+    texts = [torch.tensor([[3, *row["completion_ids"]]]) for row in samples]
+    alone = [judge(text, use_cache=False).logits.item() for text in texts]
+    assert found == pytest.approx(alone, abs=1e-5) and len({round(one, 4) for one in found}) == 8
+
+
+def test_a_reward_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not the same token to both"):
+        check(scored_by(tmp_path, words_tokenizer("abcdefgh")))

@@ -41,7 +41,7 @@ SUCCESS_IN_WORDS = (  # where `Evaluated.knows_success` is false
     "success: a total reward of at least {:g}, as no reward function has a success_threshold and not all rewards are 0 "
     "or 1"
 )
-_SAMPLED_WITH = ("seed", *EVAL_SETTINGS)
+_SAMPLED_WITH = ("seed", "deterministic", *EVAL_SETTINGS)
 
 
 def build_parser() -> Parser:
@@ -55,7 +55,8 @@ def build_parser() -> Parser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
     options.add_settings(parser, LaunchSettings, *options.PROCESSES)
     parser.add_argument("--workers", dest="num_workers", type=positive, metavar="N", help="the same as --num-workers")
-    options.add_settings(parser, TrainingSettings, "seed", "set", *EVAL_SETTINGS, "max_attempts", "stall_warning")
+    kept = (*_SAMPLED_WITH, "set", "max_attempts", "stall_warning")
+    options.add_settings(parser, TrainingSettings, *kept)
     parser.add_argument(
         "--eval-eta",
         type=etas,
