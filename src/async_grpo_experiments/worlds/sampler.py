@@ -75,7 +75,7 @@ class CutSampler:
         columns = {name: [value] * len(texts) for name, value in problem.items() if name != "prompt"}
         rewards = self._reward(completions=texts, prompts=[problem["prompt"]] * len(texts), **columns)
         prompt = tuple(self._prompts[cut.problem])
-        correct = tuple(reward == 1 for reward in rewards) if self._verified else None
+        correct = tuple(reward == 1 for reward in rewards) if self._verified else ()
         return Continuations(cut=cut, prompt=prompt, completions=completions, rewards=tuple(rewards), correct=correct)
 
 
