@@ -27,6 +27,7 @@ from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import OpenAIHarness
 from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.sampling import transformers_config
+from async_grpo.training import watch
 from async_grpo.training.watch import Watch
 
 pytestmark = pytest.mark.integration
@@ -231,8 +232,6 @@ def test_another_temperature_needs_fresh_rollouts(tmp_path: Path) -> None:
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "trainer.num_generations": lambda trainer: setattr(trainer, "num_generations", 4),
-    "trainer.temperature": lambda trainer: setattr(trainer, "temperature", 0.5),
-    "trainer.args.max_completion_length": lambda trainer: setattr(trainer.args, "max_completion_length", 4),
     "trainer.args.steps_per_generation": lambda trainer: setattr(trainer.args, "steps_per_generation", 2),
     "trainer.chat_template_kwargs": lambda trainer: trainer.chat_template_kwargs.update(enable_thinking=False),
     "trainer.reward_funcs": lambda trainer: trainer.reward_funcs.append(len),
@@ -245,6 +244,40 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def test_what_workers_have_from_the_setup_file_stays(name: str, tmp_path: Path) -> None:
     with pytest.raises(RunRefused, match=rf"^{name} has changed during the run.*without --distributed"):
         watched(tmp_path, CHANGES[name])
+
+
+READ_ONCE: dict[str, Callable[[Any], None]] = {
+    "trainer.temperature": lambda trainer: setattr(trainer, "temperature", 0.5),
+    "trainer.args.max_completion_length": lambda trainer: setattr(trainer.args, "max_completion_length", 4),
+}
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_a_change_that_plain_trl_does_not_follow_is_said_to_be_that(name: str, tmp_path: Path) -> None:
+    """It would do no harm at staleness 0, but its author believes that it does something."""
+    with pytest.raises(RunRefused, match=rf"^{name} has changed during the run.*plain TRL would not follow it either"):
+        watched(tmp_path, READ_ONCE[name])
+
+
+READ: list[str] = []  # attributes of the trainer, as often as TRL reads them
+
+
+def noting(name: str) -> property:
+    def read(trainer: Any) -> Any:
+        READ.append(name)
+        return vars(trainer)[name]
+
+    return property(read, lambda trainer, value: vars(trainer).update({name: value}))
+
+
+def test_trl_reads_its_sampling_settings_only_while_it_builds_the_trainer(tmp_path: Path) -> None:
+    noted = type("Noted", (GRPOTrainer,), {name: noting(name) for name in watch._SAMPLING})
+    READ.clear()
+    trainer = build_trainer(tmp_path, trainer_class=noted, max_steps=1)
+    assert set(READ) == set(watch._SAMPLING)
+    READ.clear()
+    trainer.train()
+    assert READ == []
 
 
 @pytest.mark.parametrize("rollout_func", [OpenAIHarness(print), partial(print, end="")], ids=["object", "partial"])

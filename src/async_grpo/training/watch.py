@@ -25,6 +25,10 @@ _OF_CONFIG = (
     *(*_SAMPLING, "max_completion_length", "generation_kwargs", "num_generations"),
     *("steps_per_generation", "gradient_accumulation_steps", "generation_batch_size"),
 )
+_READ_ONCE = {
+    *(f"{owner}.{name}" for owner in ("trainer", "trainer.args") for name in _SAMPLING),
+    *("trainer.args.max_completion_length", "trainer.args.generation_kwargs"),
+}
 _WITH_TOOLS = ("max_completion_length", "max_tool_calling_iterations")
 _OF_ADAPTERS = ("scaling", "active_adapters", "disable_adapters", "merged_adapters")  # of each layer of PEFT's
 _LARGEST_BUFFER = 2**16  # numbers in one that is compared; larger ones are quantised weights
@@ -92,7 +96,12 @@ def _short(value: Any) -> str:
 
 def _way_out(name: str) -> str:
     alone = "train in one process (without --distributed)"
-    if name.rpartition(".")[2] in (*_SAMPLING, "max_completion_length", "generation_kwargs"):
+    if name in _READ_ONCE:
+        return (
+            "TRL reads it while it builds the trainer and never again, so plain TRL would not follow it either. What "
+            "is sampled with is trainer.generation_config: change that."
+        )
+    if name == "trainer.max_completion_length":
         return f"What TRL samples with is trainer.generation_config: change that, or {alone}."
     return f"Set it in the setup file, or {alone}."
 
