@@ -1,6 +1,6 @@
 """The plan of an algorithm, which asks for cuts, as a plan of `async-grpo generate`, which asks for requests.
 
-trainer.generation_plan = requests_of(algorithm.plan)
+trainer.generation_plan = requests_of(algorithm.plan, trainer)
 """
 
 from __future__ import annotations
@@ -9,20 +9,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.errors import UnsupportedError
 from async_grpo.evals.asking import Plan, SampleRequest
 from async_grpo.records import RolloutGroup
+from async_grpo.setup.generator_choice import HF
+from async_grpo.setup.sampling import effective_sampling
 from async_grpo_experiments.algorithms import protocols
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut
 
 
 def requests_of(
-    plan: Callable[[int], protocols.Plan], *, unguided: Mapping[str, Any] | None = None
+    plan: Callable[[int], protocols.Plan], trainer: Any, *, unguided: Mapping[str, Any] | None = None
 ) -> Callable[[int], Plan]:
     """Return the plan that asks for the same cuts. A cut that failed has no continuations.
 
     Args:
+        trainer: the `GRPOTrainer` that samples them.
         unguided: sampling settings of the cuts that the reference continues.
+
+    Raises:
+        UnsupportedError: the trainer's sampler is truncated.
     """
+    if truncated := effective_sampling(trainer, HF).truncation:
+        raise UnsupportedError(
+            f"{', '.join(truncated)} with a plan of values: values are of the untruncated sampler. Set top_p to 1, "
+            "top_k to 0 and min_p to None in the GRPOConfig."
+        )
     totals = AdvantageRule().totals  # with equal weights
 
     def request(cut: Cut) -> SampleRequest:

@@ -7,10 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.evals.asking import SampleRequest
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut, Plan
 from async_grpo_experiments.cut_plans import requests_of
+
+
+def sampler(**changes: Any) -> Any:
+    """A trainer with its sampling."""
+    own = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, **changes}
+    args = SimpleNamespace(**own, generation_kwargs=None, vllm_structured_outputs_regex=None)
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    return SimpleNamespace(args=args, generation_config=GenerationConfig(do_sample=True, **own), model=model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"), [({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 20}, "top_k=20"), ({"min_p": 0.1}, "min_p=0.1")]
+)
+def test_values_are_of_the_untruncated_sampler(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{named} with a plan of values: values are of the untruncated sampler"):
+        requests_of(lambda problems: iter(()), sampler(**changes))  # type: ignore[arg-type,return-value]
 
 
 def test_cuts_become_requests_and_groups_become_answers() -> None:
@@ -28,7 +46,7 @@ def test_cuts_become_requests_and_groups_become_answers() -> None:
             rewards=np.array([[0.25, 0.5]] * len(completions), np.float32),
         )
 
-    asked = requests_of(plan, unguided={"eta": 0.0})(2)
+    asked = requests_of(plan, sampler(), unguided={"eta": 0.0})(2)
     greedy = {"temperature": 0.0}
     assert next(asked) == [SampleRequest(problem=0, sampling=greedy), SampleRequest(problem=1, sampling=greedy)]
     second = asked.send([None, group([5, 6, 7])])
