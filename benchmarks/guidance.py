@@ -69,6 +69,7 @@ from async_grpo_experiments.worlds.tiny import save, small_transformer, words_to
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "guidance.json"
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
+GUIDED_STAR = ROOT / "benchmarks" / "setups" / "guided_star.py"
 ETAS = (1.0, 0.5, 0.25, 0.1)
 FAST: dict[str, Any] = {"num_workers": 0, "gradient_checkpointing": False}
 
@@ -432,43 +433,6 @@ def decoded(model: Any, tokenizer: Any, head: ValueHead, use_cache: bool | None,
     return (time.monotonic() - began) / tokens
 
 
-GUIDED_STAR = '''"""G(3,3), decoded by the head that is beside this file."""
-
-from pathlib import Path
-
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
-
-from async_grpo_experiments.guidance import guided
-from async_grpo_experiments.worlds.star import star_graphs, star_reward, star_rows
-
-FOLDER = Path(__file__).parent
-
-
-def get_trainer():
-    rows = Dataset.from_list(star_rows(list(star_graphs(3, 3, 200, seed=5))))
-    trainer = GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(FOLDER / "reference"),
-        star_reward,
-        args=GRPOConfig(
-            output_dir=str(FOLDER / "unused"),
-            per_device_train_batch_size=8,
-            num_generations=8,
-            max_completion_length=4,
-            beta=0.0,
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-        ),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(FOLDER / "reference"),
-    )
-    return guided(trainer, head=FOLDER / "head", eta=0.2)
-'''
-
-
 def strengths(quick: bool, folder: Path) -> Iterator[Row]:
     """One evaluation of four η against one of one η: a command, two workers, 200 graphs, 8 completions of each.
 
@@ -481,7 +445,6 @@ def strengths(quick: bool, folder: Path) -> Iterator[Row]:
     reference = save(folder / "reference", model, tokenizer)
     record = HeadRecord.of(model, tokenizer, kind="value", loss="bce", temperature=1.0, model=reference)
     ValueHead.beginning_from(model, record, tokenizer).save(folder / "head")
-    (folder / "guided_star.py").write_text(GUIDED_STAR)
     one, four = (evaluated(folder, etas) for etas in ("0.2", "0.1,0.2,0.5,1"))
     note = f"{four:.0f} s of CPU to {one:.0f} s, of which the start is {(4 * one - four) / 3:.0f} s of each"
     yield row("evaluate: 4 eta in one command against 1", [four / one], "x", target="<= 4.2", note=note)
@@ -492,7 +455,7 @@ def evaluated(folder: Path, etas: str) -> float:
     before = cpu_s(resource.RUSAGE_CHILDREN)
     options = ["-n", "2", "--eval-replicates", "8", "--eval-k", "1", "--eval-eta", etas, "--overwrite"]
     run: Any = subprocess.run(
-        [sys.executable, "-m", "async_grpo.cli", "evaluate", "reference", "--config", "guided_star.py", *options],
+        [sys.executable, "-m", "async_grpo.cli", "evaluate", "reference", "--config", str(GUIDED_STAR), *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,9 @@ from typing import Any
 
 from datasets import load_from_disk
 
+from async_grpo.archive.groups import FinishedGroups
 from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.evals.estimators import Estimate
 from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
@@ -135,13 +138,14 @@ class Work:
         for dataset in self.config.evaluated_sets(self.job.dataset):
             figures = self.folder / f"evaluating_{dataset}.json"
             run = self._begin(partial, f"evaluating_{dataset}", figures)
+            guided = self.job.algo in GUIDED
+            model = self.reference if guided or not self.job.algo else str(self.trained(self.job.round))
             if not figures.exists():
-                guided = self.job.algo in GUIDED
                 head = self.trained(self.job.round) if guided else None
-                model = self.reference if guided or not self.job.algo else str(self.trained(self.job.round))
                 setup = self._setup_file(run, guided_by=head, evaluated=dataset)
                 self._child("evaluate", model, setup, run, "--json", str(figures), *self._sampled_with(guided))
-            found += _evaluated(dataset, read_object(figures))
+            more = {} if model == self.reference else self._divergence(run, model)
+            found += [replace(one, figures=one.figures | more) for one in _evaluated(dataset, read_object(figures))]
         write_json(partial / RESULT, as_json(JobResult(evaluations=found)))
 
     def _rewards(self, samples: Iterable[Mapping[str, Any]]) -> list[float]:
@@ -155,6 +159,19 @@ class Work:
         name = self.config.datasets[dataset].reward_model
         assert name is not None, f"{dataset} has no reward, which `check` refuses"
         return name
+
+    def _divergence(self, run: Path, model: str) -> dict[str, Estimate]:
+        import torch
+
+        from async_grpo_experiments.algorithms.training import load_policy
+        from async_grpo_experiments.runner.trained_divergence import divergence_of_groups
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        policy, reference = (
+            load_policy(name, self.algorithm_settings).to(device).eval() for name in (model, self.reference)
+        )
+        groups = (found.group for found in FinishedGroups(run).evaluated())
+        return divergence_of_groups(groups, policy, reference, self.config.generation.temperature)
 
     def tidy(self) -> None:
         """Remove what complete folders have a copy of."""

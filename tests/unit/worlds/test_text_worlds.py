@@ -74,7 +74,7 @@ def test_cuts_are_answered_in_their_order_from_their_prefix_up_to_the_end() -> N
     greedy = Cut(problem=0, greedy=True)
     found = sampler.answer([Cut(problem=2, prefix=was, count=2), greedy, Cut(problem=1, count=3), greedy])
     assert [(one.cut.problem, len(one.completions)) for one in found] == [(2, 2), (0, 1), (1, 3), (0, 1)]
-    assert found[1] == found[3] and found[0].correct is None
+    assert found[1] == found[3] and found[0].correct == ()
     assert found[0].prompt == tuple(tokenizer(rows[2]["prompt"])["input_ids"])
     assert all(len(tokens) <= 28 for tokens in found[0].completions)
     whole = tokenizer.decode([*was, *found[0].completions[0]], skip_special_tokens=True)

@@ -1,0 +1,43 @@
+"""How far a trained policy is from the reference: both pass once over the tokens that an evaluation of it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from async_grpo.evals.estimators import Estimate, problems_with_interval, range_of
+from async_grpo.records import RolloutGroup
+from async_grpo_experiments.guidance.divergence import divergence_of_policy
+
+
+def divergence_of_groups(
+    groups: Iterable[RolloutGroup], policy: Any, reference: Any, temperature: float
+) -> dict[str, Estimate]:
+    """Estimate `avg_kl` and `avg_kl_per_token` as means over problems, as a guided evaluation has them.
+
+    Args:
+        groups: of the evaluation, one a problem.
+        temperature: at which they were sampled.
+    """
+    values: dict[str, list[float]] = {"avg_kl": [], "avg_kl_per_token": []}
+    for group in groups:
+        ids_BT, mask_BT = (one.to(policy.device) for one in _padded(group))
+        nats = float(divergence_of_policy(policy, reference, ids_BT, mask_BT, temperature).sum())
+        values["avg_kl"].append(nats / len(ids_BT))
+        values["avg_kl_per_token"].append(nats / float(mask_BT.sum()))
+    return {name: problems_with_interval(found, range_of(name)) for name, found in values.items() if found}
+
+
+def _padded(group: RolloutGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompt and completion of each row, and which tokens are of the completion: [B, T], padded on the right."""
+    prompt, lengths = group.prompt_ids.tolist(), group.completion_lengths.tolist()
+    ids_BT = torch.zeros(len(lengths), len(prompt) + max(lengths), dtype=torch.long)
+    mask_BT = torch.zeros_like(ids_BT)
+    completions = torch.from_numpy(group.completion_ids).long().split(lengths)
+    for place, completion in enumerate(completions):
+        end = len(prompt) + len(completion)
+        ids_BT[place, :end] = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
+        mask_BT[place, len(prompt) : end] = 1
+    return ids_BT, mask_BT
