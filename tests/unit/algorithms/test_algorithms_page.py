@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from async_grpo_experiments.algorithms.protocols import collect
 from async_grpo_experiments.algorithms.training import load_policy
 from async_grpo_experiments.guidance.offsets import MODES
@@ -15,11 +17,31 @@ from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 
 
-def test_a_new_algorithm_runs_as_it_is_printed(tmp_path: Path) -> None:
-    printed = PAGE.split("<!-- a new algorithm -->\n```python\n")[1].split("```")[0]
-    assert len([line for line in printed.splitlines() if line.strip()]) <= 40
+def printed(mark: str) -> str:
+    return PAGE.split(f"<!-- {mark} -->\n```python\n")[1].split("```")[0]
+
+
+def run(text: str) -> dict[str, Any]:
+    """What the names of a printed block are, once it has run."""
     names: dict[str, Any] = {"__name__": "printed"}
-    exec(compile(printed, "docs/algorithms.md", "exec", dont_inherit=True), names)
+    exec(compile(text, "docs/algorithms.md", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.slow
+def test_a_first_training_runs_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(printed("the first training"))
+    assert names["trained"].folder == Path("outputs/qsharp/head") and names["trained"].steps == 2 * -(
+        -len(names["rows"].items) // 24
+    )
+    assert names["found"].shape[1] > 2, "something was decoded"
+
+
+def test_a_new_algorithm_runs_as_it_is_printed(tmp_path: Path) -> None:
+    text = printed("a new algorithm")
+    assert len([line for line in text.splitlines() if line.strip()]) <= 40
+    names = run(text)
     tokenizer = words_tokenizer("abcdefgh")
     reference = save(tmp_path / "reference", endless_transformer(tokenizer), tokenizer)
     keys = {"batch_size": 64, "micro_batch_size": 64, "lr": 3e-3, "max_steps": 30, "num_workers": 0}
