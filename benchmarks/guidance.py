@@ -1,6 +1,6 @@
 """What guidance and preference algorithms lack of worlds whose optimum is known, and what guided decoding costs.
 
-    python benchmarks/guidance.py [--quick] [--only PART …] [--docs]
+    python benchmarks/guidance.py [--quick] [--only PART …] [--json FILE] [--docs]
 
 Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
 avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `deep` (G(2,5), as far as it
@@ -529,6 +529,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
+    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="what --docs writes as well")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -543,9 +544,9 @@ def main() -> None:
             print(f"    {name}: {time.monotonic() - began:.0f} s, {computed_s() - used:.0f} s of CPU", flush=True)
     if options.docs:
         measured = {one["name"] for one in map(asdict, rows)}
-        earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+        earlier = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
         rows = [*(Row(**one) for one in earlier if one["name"] not in measured), *rows]
-        write_json(RESULTS, rows, load_before=load)
+        write_json(options.json, rows, load_before=load)
         busy = "; other work ran beside it" if load[0] >= len(os.sched_getaffinity(0)) else ""
         update_docs("guidance", f"Machine: {machine_line(describe_machine())}{busy}.\n\n{table(rows)}")
 
