@@ -212,6 +212,7 @@ def test_what_rounding_costs_and_what_guidance_adds_is_said(
         (QSharpSettings, {"guidance": {"modes": "x"}}, "an unknown field 'modes'; the nearest is 'mode'"),
         (QSharpSettings, {"V_min": 2}, "V_max 1 must be over V_min 2"),
         (QSharpHFSettings, {"loss_type": "mse"}, "leave loss_type at mle"),
+        (QSharpHFSettings, {"proxy": {"epochs": 0}}, "proxy.epochs must be over 0"),
         (PITASettings, {"loss_type": "mle"}, "PITA learns a probability, not loss_type mle"),
         (PITASettings, {"loss_type": "bradley_terry", "label": "sampled"}, "needs whole pairs"),
         (PITASettings, {"V_max": 5}, "leave V_min at 0 and V_max at 1"),

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from async_grpo_experiments.algorithms.grpo import GRPO, GRPOSettings
-from async_grpo_experiments.algorithms.protocols import Continuations, Cut, Plan, PreferenceSettings, Trained
-from async_grpo_experiments.algorithms.proxy import train_proxy
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut, Plan, Trained
+from async_grpo_experiments.algorithms.proxy import ProxySettings, proxy_of_round
 from async_grpo_experiments.algorithms.rows import NO_ROWS, Rows, best_and_worst, number_of_problems
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOHFSettings(GRPOSettings, PreferenceSettings):
-    """Keys of GRPO-HF.
-
-    Attributes:
-        value: the model whose backbone the proxy begins from; None: the reference.
-    """
-
-    value: str | None = None
+class GRPOHFSettings(GRPOSettings, ProxySettings):
+    """Keys of GRPO-HF: `epochs`, `max_steps` and `lr` are of the policy, and `proxy` has those of the proxy."""
 
 
 class GRPOHF:
@@ -48,9 +41,6 @@ class GRPOHF:
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train the proxy, in round 1, and run GRPO with its scores as rewards."""
         settings = self.settings
-        if start is None:
-            train_proxy(settings, settings.value or settings.reference, rows, out)
-        else:
-            shutil.copytree(start.parent / "proxy", out / "proxy")
+        proxy = proxy_of_round(settings, rows, start, out)
         online = GRPOSettings(**{key.name: getattr(settings, key.name) for key in fields(GRPOSettings)})
-        return GRPO(online, self._problems, str(out / "proxy")).train(NO_ROWS, start, out=out)
+        return GRPO(online, self._problems, str(proxy)).train(NO_ROWS, start, out=out)

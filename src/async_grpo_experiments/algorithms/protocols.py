@@ -128,7 +128,7 @@ class AlgorithmSettings:
         batch_size: rows in an optimizer step.
         micro_batch_size: rows in a forward pass. It divides `batch_size`, and a group fits into it.
         num_workers: processes that load data.
-        max_steps: ends the training earlier than `epochs`; -1: it does not.
+        max_steps: optimizer steps, whatever `epochs`; -1: as many as `epochs` needs.
         save_steps: steps between checkpoints; 0: none.
         clear_cache_interval: steps between two times that the GPU's cache is emptied; 0: never.
         max_examples: problems of the dataset that are used; None: all.

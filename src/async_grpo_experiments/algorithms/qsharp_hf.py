@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,22 +11,19 @@ from loguru import logger
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.heads import check_returns, train_head
-from async_grpo_experiments.algorithms.protocols import (
-    Continuations,
-    HeadSettings,
-    Plan,
-    PreferenceSettings,
-    Trained,
-)
-from async_grpo_experiments.algorithms.proxy import Proxy, train_proxy
+from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, Plan, Trained
+from async_grpo_experiments.algorithms.proxy import Proxy, ProxySettings, proxy_of_round
 from async_grpo_experiments.algorithms.qsharp import plan_of_values
 from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs, rows_of, varied
 from async_grpo_experiments.guidance.offsets import check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
-class QSharpHFSettings(HeadSettings, PreferenceSettings):
-    """Keys of QSharp-HF; `guidance.eta` is in units of the proxy's score, which is from 0 to 1."""
+class QSharpHFSettings(HeadSettings, ProxySettings):
+    """Keys of QSharp-HF: `epochs`, `max_steps` and `lr` are of the head, and `proxy` has those of the proxy.
+
+    `guidance.eta` is in units of the proxy's score, which is from 0 to 1.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,11 +50,7 @@ class QSharpHF:
     def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
         """Train the proxy, in round 1, and the head on its scores."""
         settings = self.settings
-        if start is None:
-            train_proxy(settings, settings.value or settings.reference, preferred_pairs(rows, settings), out)
-        else:
-            shutil.copytree(start.parent / "proxy", out / "proxy")
-        proxy = Proxy(out / "proxy")
+        proxy = Proxy(proxy_of_round(settings, preferred_pairs(rows, settings), start, out))
         scores = proxy.scaled([row.tokens for row in rows.items])
         logger.info("{} of {} scores were outside of the proxy's bounds.", proxy.clipped, len(scores))
         scored = Rows(tuple(replace(row, label=score) for row, score in zip(rows.items, scores, strict=True)))
