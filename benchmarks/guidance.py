@@ -4,10 +4,11 @@
 
 Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
 avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `deep` (G(2,5), as far as it
-comes), `sums` (the demo's: QSharp-HF and GRPO-HF against the reference), `reviews` (a lexicon as reward), `decoding`
-(guided against plain), `strengths` (`async-grpo evaluate` of one η against four). `--quick` leaves out `deep`,
-`decoding`, `reviews`, learned PITA, DPO, and GRPO-HF. `--docs` puts the rows, with those of earlier runs that were not
-measured again, into docs/algorithms.md. Each part says what it took: its time, and that of all its cores together.
+comes), `sums` (the demo's: QSharp-HF against the reference), `grpo_hf` (the same sums, as its steps grow), `beside`
+(that with a weak proxy, and with the reward itself), `reviews` (a lexicon as reward), `decoding` (guided against
+plain), `strengths` (`async-grpo evaluate` of one η against four). `--quick` leaves out `deep`, `grpo_hf`, `beside`,
+`decoding`, `reviews`, learned PITA and DPO. `--docs` puts the rows, with those of earlier runs that were not measured
+again, into docs/algorithms.md. Each part says what it took: its time, and that of all its cores together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,9 +38,11 @@ from transformers import LogitsProcessor, Qwen3Config, Qwen3ForCausalLM, set_see
 
 from async_grpo.evals.estimators import mean_with_interval
 from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
+from async_grpo_experiments.algorithms.grpo import GRPO, GRPOSettings
 from async_grpo_experiments.algorithms.grpo_hf import GRPOHF, GRPOHFSettings
 from async_grpo_experiments.algorithms.pita import PITA, PITASettings
-from async_grpo_experiments.algorithms.protocols import Cut, PostTraining, Trained, collect, configured
+from async_grpo_experiments.algorithms.protocols import Continuations, Cut, PostTraining, Trained, collect, configured
+from async_grpo_experiments.algorithms.proxy import Proxy, ProxyRecord
 from async_grpo_experiments.algorithms.qsharp import QSharp, QSharpSettings
 from async_grpo_experiments.algorithms.qsharp_hf import QSharpHF, QSharpHFSettings
 from async_grpo_experiments.algorithms.training import load_policy
@@ -71,6 +74,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "guidance.json"
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 GUIDED_STAR = ROOT / "benchmarks" / "setups" / "guided_star.py"
 ETAS = (1.0, 0.5, 0.25, 0.1)
+PROXY: dict[str, Any] = {"epochs": 14, "lr": 1e-3}
+REWARD = "async_grpo_experiments.problems.table:exactly"
+SEEDS, ROUNDS, ROUND = (1, 2, 3), 2, 40
 FAST: dict[str, Any] = {"num_workers": 0, "gradient_checkpointing": False}
 
 
@@ -318,47 +324,119 @@ def policy_divergence(policy: Any, reference: Any, tokenizer: Any, problems: lis
 # --- Sums and reviews ------------------------------------------------------------------------------------
 
 
+class Demo:
+    """The sums of the demo: its reference, and answers to held-out problems, sampled at temperature 1."""
+
+    def __init__(self, folder: Path) -> None:
+        recipe = module_of(RECIPE)
+        self.tokenizer, self.reward = recipe.build_tokenizer(), recipe.accuracy
+        self.model = recipe.build_model(self.tokenizer).eval()
+        self.train, self.test = (list(recipe.as_dataset(problems)) for problems in recipe.split_problems())
+        self.keys = {"reference": save(folder / "reference", self.model, self.tokenizer), **FAST}
+        self.keys |= {"batch_size": 128, "micro_batch_size": 128}
+        self.sampler = CutSampler(self.model, self.tokenizer, self.train, self.reward, max_new_tokens=4, verified=True)
+
+    def answers(self, model: Any, processors: Any = None) -> list[Continuations]:
+        """4 answers to each held-out problem."""
+        set_seed(1)
+        sampler = CutSampler(
+            model, self.tokenizer, self.test, self.reward, max_new_tokens=4, processors=processors, verified=True
+        )
+        cuts = [Cut(problem=problem, count=4, guided=processors is not None) for problem in range(len(self.test))]
+        return sampler.answer(cuts)
+
+
 def sums(quick: bool, folder: Path) -> Iterator[Row]:
-    """The sums of the demo: answers to held-out problems, sampled at temperature 1."""
-    recipe = module_of(RECIPE)
-    tokenizer = recipe.build_tokenizer()
-    model = recipe.build_model(tokenizer).eval()
-    reference = save(folder / "reference", model, tokenizer)
-    train, test = (list(recipe.as_dataset(problems)) for problems in recipe.split_problems())
-    plain = shares(model, tokenizer, test, recipe.accuracy)
+    """The sums of the demo: QSharp-HF."""
+    demo = Demo(folder)
+    plain = shares(demo.answers(demo.model))
     yield row("sums: accuracy of the reference", [float(np.mean(plain))], "")
-    keys = {"reference": reference, "batch_size": 128, "micro_batch_size": 128, "lr": 1e-3, "max_steps": 400, **FAST}
-    sampler = CutSampler(model, tokenizer, train, recipe.accuracy, max_new_tokens=4)
+    keys = {**demo.keys, "lr": 1e-3, "max_steps": 400, "proxy": PROXY}
     algorithm = QSharpHF(configured(QSharpHFSettings, keys))
     set_seed(0)
-    trained = trained_on(sampler, algorithm, len(train), folder / "qsharp_hf")
+    trained = trained_on(demo.sampler, algorithm, len(demo.train), folder / "qsharp_hf")
     guidance = Guidance(head=ValueHead.load(trained.folder), **algorithm.guidance())
 
     def processors(mask_BP: torch.Tensor) -> list[Any]:
-        return list(guidance.processors(model, tokenizer, attention_mask=mask_BP, temperature=1.0))
+        return list(guidance.processors(demo.model, demo.tokenizer, attention_mask=mask_BP, temperature=1.0))
 
-    guided = shares(model, tokenizer, test, recipe.accuracy, processors)
+    guided = shares(demo.answers(demo.model, processors))
     yield better("sums: QSharp-HF, eta .2, more than the reference", guided, plain, spent(trained))
-    if quick:
-        return
-    keys |= {"samples_per_prompt": 8, "max_new_tokens": 4, "lr": 4e-4, "max_steps": 80, "kl_coef": 0.01}
-    algorithm_hf = GRPOHF(configured(GRPOHFSettings, keys), train)
-    set_seed(0)
-    trained = trained_on(sampler, algorithm_hf, len(train), folder / "grpo_hf")
-    policy = load_policy(str(trained.folder), algorithm_hf.settings).eval()
-    yield better(
-        "sums: GRPO-HF more than the reference", shares(policy, tokenizer, test, recipe.accuracy), plain, spent(trained)
-    )
 
 
-def shares(
-    model: Any, tokenizer: Any, problems: list[dict[str, str]], reward: Any, processors: Any = None
-) -> list[float]:
-    """The mean reward of 4 answers to each problem."""
-    set_seed(1)
-    sampler = CutSampler(model, tokenizer, problems, reward, max_new_tokens=4, processors=processors)
-    cuts = [Cut(problem=problem, count=4, guided=processors is not None) for problem in range(len(problems))]
-    return [float(np.mean(found.rewards)) for found in sampler.answer(cuts)]
+ONLINE: dict[str, Any] = {"samples_per_prompt": 8, "max_new_tokens": 4, "lr": 4e-4, "max_steps": ROUND, "workers": 1}
+
+
+def grpo_hf(quick: bool, folder: Path) -> Iterator[Row]:
+    """The sums of the demo: GRPO-HF as its steps grow. Held-out pairs chose how long its proxy trains."""
+    demo = Demo(folder)
+    plain = shares(demo.answers(demo.model))
+    found = []
+    for seed in SEEDS:
+        settings = configured(GRPOHFSettings, {**demo.keys, **ONLINE, "proxy": PROXY, "seed": seed})
+        found.append(list(grown(demo, GRPOHF(settings, demo.train), folder / str(seed))))
+    yield from as_it_grows(f"GRPO-HF, {len(SEEDS)} seeds", found)
+    ours = [float(np.mean(of_problem)) for of_problem in zip(*(rounds[-1].shares for rounds in found), strict=True)]
+    each = ", ".join(f"{np.mean(rounds[-1].shares):.3f}" for rounds in found)
+    yield better("sums: GRPO-HF more than the reference", ours, plain, f"{ROUNDS * ROUND} steps; by seed {each}")
+
+
+def beside(quick: bool, folder: Path) -> Iterator[Row]:
+    """The same with the reward itself; and with a weak proxy, of 3 epochs on pairs of which 27% are the wrong way."""
+    demo = Demo(folder)
+    keys = {**demo.keys, **ONLINE, "seed": SEEDS[0]}
+    weak = GRPOHF(configured(GRPOHFSettings, {**keys, "correctness_bonus": 1}), demo.train)
+    yield from as_it_grows("GRPO-HF, weak proxy", [list(grown(demo, weak, folder / "weak"))])
+    rewarded = GRPO(configured(GRPOSettings, keys), demo.train, REWARD)
+    yield from as_it_grows("GRPO with the reward", [list(grown(demo, rewarded, folder / "rewarded"))])
+
+
+class Grown(NamedTuple):
+    """A policy after a round."""
+
+    shares: list[float]  # right, of each held-out problem
+    divergence: float
+    proxy: ProxyRecord | None
+    score: float  # what the proxy says of the same answers
+
+
+def grown(demo: Demo, algorithm: GRPO | GRPOHF, folder: Path) -> Iterator[Grown]:
+    """Rounds of one algorithm, of `ROUND` steps each."""
+    set_seed(algorithm.settings.seed)
+    rows = algorithm.rows(collect(algorithm.plan(len(demo.train)), demo.sampler.answer))
+    start = None
+    for number in range(1, ROUNDS + 1):
+        start = algorithm.train(rows, start, out=folder / str(number)).folder
+        policy = load_policy(str(start), algorithm.settings).eval()
+        answers = demo.answers(policy)
+        proxy = Proxy(start.parent / "proxy") if isinstance(algorithm, GRPOHF) else None
+        texts = [one.prompt + tokens for one in answers for tokens in one.completions]
+        yield Grown(
+            shares(answers),
+            policy_divergence(policy, demo.model, demo.tokenizer, demo.test),
+            proxy and proxy.record,
+            float(np.mean(proxy.scaled(texts))) if proxy else 0.0,
+        )
+
+
+def as_it_grows(name: str, found: Sequence[Sequence[Grown]]) -> Iterator[Row]:
+    """A row for each round, and one for what was known of the proxy before the first; means over seeds."""
+    records = [rounds[0].proxy for rounds in found]
+    if known := [one.held_out_right for one in records if one is not None and one.held_out_right is not None]:
+        pairs = sum(one.held_out_pairs for one in records if one is not None)
+        yield row(f"sums: {name}: held-out pairs that it orders right", [float(np.mean(known))], "", note=f"of {pairs}")
+    for number, policies in enumerate(zip(*found, strict=True), 1):
+        score = f"; the proxy's score {np.mean([one.score for one in policies]):.3f}" if policies[0].proxy else ""
+        accuracy = float(np.mean([one.shares for one in policies]))
+        divergence = np.mean([one.divergence for one in policies])
+        yield row(
+            f"sums: {name}, {number * ROUND} steps: accuracy", [accuracy], "", note=f"KL {divergence:.2f} nats{score}"
+        )
+
+
+def shares(answers: Sequence[Continuations]) -> list[float]:
+    """The mean reward of the answers to each problem."""
+    return [float(np.mean(found.rewards)) for found in answers]
 
 
 def better(name: str, ours: list[float], theirs: list[float], note: str) -> Row:
@@ -520,9 +598,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 PARTS: dict[str, Callable[[bool, Path], Iterator[Row]]] = {
-    part.__name__: part for part in (formulas, ascents, kl, star, deep, sums, reviews, decoding, strengths)
+    part.__name__: part
+    for part in (formulas, ascents, kl, star, deep, sums, grpo_hf, beside, reviews, decoding, strengths)
 }
-NOT_QUICK = ("deep", "reviews", "decoding")
+NOT_QUICK = ("deep", "grpo_hf", "beside", "reviews", "decoding")
 
 
 def main() -> None:
