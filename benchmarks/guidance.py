@@ -25,7 +25,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -371,14 +374,18 @@ def grpo_hf(quick: bool, folder: Path) -> Iterator[Row]:
     """The sums of the demo: GRPO-HF as its steps grow. Held-out pairs chose how long its proxy trains."""
     demo = Demo(folder)
     plain = shares(demo.answers(demo.model))
-    found = []
-    for seed in SEEDS:
-        settings = configured(GRPOHFSettings, {**demo.keys, **ONLINE, "proxy": PROXY, "seed": seed})
-        found.append(list(grown(demo, GRPOHF(settings, demo.train), folder / str(seed))))
+    with ProcessPoolExecutor(len(SEEDS), get_context("spawn")) as pool:  # each is mostly starts and short waits
+        found = list(pool.map(of_seed, SEEDS, repeat(folder)))
     yield from as_it_grows(f"GRPO-HF, {len(SEEDS)} seeds", found)
     ours = [float(np.mean(of_problem)) for of_problem in zip(*(rounds[-1].shares for rounds in found), strict=True)]
     each = ", ".join(f"{np.mean(rounds[-1].shares):.3f}" for rounds in found)
     yield better("sums: GRPO-HF more than the reference", ours, plain, f"{ROUNDS * ROUND} steps; by seed {each}")
+
+
+def of_seed(seed: int, folder: Path) -> list[Grown]:
+    demo = Demo(folder / str(seed))
+    settings = configured(GRPOHFSettings, {**demo.keys, **ONLINE, "proxy": PROXY, "seed": seed})
+    return list(grown(demo, GRPOHF(settings, demo.train), folder / str(seed)))
 
 
 def beside(quick: bool, folder: Path) -> Iterator[Row]:
@@ -414,7 +421,7 @@ def grown(demo: Demo, algorithm: GRPO | GRPOHF, folder: Path) -> Iterator[Grown]
         yield Grown(
             shares(answers),
             policy_divergence(policy, demo.model, demo.tokenizer, demo.test),
-            proxy and proxy.record,
+            proxy.record if proxy else None,
             float(np.mean(proxy.scaled(texts))) if proxy else 0.0,
         )
 
