@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -237,6 +238,53 @@ def test_a_clock_that_is_an_hour_off_changes_nothing(cluster: Machines, tmp_path
     with training(cluster, "-n", "0", "--nodes", "3", "--eval-every", "0", "--steps", "40") as run:
         assert run.run.wait() == 0, run.run.output
     assert judged(cluster, run.folder).nodes().keys() == {"gpu2", "gpu3"}
+
+
+NO_DATA = """
+import time
+from pathlib import Path
+
+ROWS = Path("/tmp/data.txt").read_text()
+
+
+def get_trainer():
+    time.sleep(60)  # the server loads longer than the test takes
+"""
+
+
+def test_what_a_machine_lacks_is_named(cluster: Machines) -> None:
+    """No room for the run directory, no data; and a disk that is full for a while."""
+    first, *others = cluster
+    for machine in others:
+        made = machine.run("sh", "-c", "mkdir small && mount -t tmpfs -o size=16k tmpfs small", deadline_s=60)
+        assert made.returncode == 0, made.stderr
+    with training(cluster, "-n", "0", "--nodes", "3", "--node-dir", "/tmp/small", *EVER) as run:
+        assert run.run.wait() == 2
+        print(run.run.output)
+    assert re.search(r"error: gpu[23]: /tmp/small/\S+: the disk is full\. Make room", run.run.output)
+    (first.folder / "data.txt").write_text("3+3=\n")
+    (first.folder / "project").mkdir()
+    (first.folder / "project" / "setup.py").write_text(NO_DATA)
+    with training(cluster, "-n", "0", "--nodes", "3", setup=Path("/tmp/project/setup.py")) as run:
+        assert run.run.wait() == 2
+        print(run.run.output)
+    assert re.search(r"on node gpu[23]: .*No such file or directory: '/tmp/data.txt'", run.run.output, re.DOTALL)
+
+    for machine in others:
+        machine.run("mount", "-o", "remount,size=8m", "/tmp/small", deadline_s=60)
+    with training(cluster, "-n", "0", "--nodes", "3", "--node-dir", "/tmp/small", "--run-dir", RUN, *EVER) as run:
+        run.run.wait_until(lambda: run.alive() == 2, "both nodes")
+        run.both_work()
+        others[0].run("dd", "if=/dev/zero", "of=/tmp/small/file", "bs=4k", deadline_s=60)
+        run.run.wait_until(lambda: run.alive() == 1, "the full disk to be noticed")
+        run.wait_for_groups()
+        print(run.log())
+        others[0].run("rm", "/tmp/small/file", deadline_s=60)
+        run.run.wait_until(lambda: run.alive() == 2, "both nodes again")
+        run.both_work()
+        assert run.stop() == 0, run.run.output
+        print(run.log())
+    judged(cluster, run.folder)
 
 
 def test_the_head_of_ray_is_killed_and_local_workers_go_on(cluster: Machines) -> None:

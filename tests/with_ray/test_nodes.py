@@ -139,19 +139,25 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
 
 
 def test_the_weights_are_those_of_a_run_without_nodes(tmp_path: Path) -> None:
-    """Bit by bit, also where an actor is killed."""
-    digests = []
-    for name, options in (("here", ("-n", "1", "--eval-every", "0")), ("nodes", ("-n", "0", *LOCAL, "2"))):
-        folder = tmp_path / name
+    """Bit by bit: three nodes, of which one loses its actor, and then two that resume what they left."""
+    here, nodes = tmp_path / "here", tmp_path / "nodes"
+    common = ("--steps", str(STEPS), "--deterministic", "--eval-every", "0")
+    for folder in (here, nodes):
         folder.mkdir()
-        arguments = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", *options)
-        with command(*arguments, cwd=folder, TEST_REWARD_S="0.05") as run:
-            if name == "nodes":
-                run.wait_until(lambda folder=folder: len(steps_logged(folder / "worker")) > 4, "a few steps")
-                having(run, "ray::FarNode")[0].kill()
-            assert run.wait() == 0, run.output
-        digests.append(checkpoint_digest(folder / "checkpoints" / f"checkpoint-{STEPS}"))
+    finish(here, "-n", "1", *common)
+    options = ("train", str(SETUP), "-n", "0", *LOCAL)
+    with command(*options, "3", *common, cwd=nodes, TEST_REWARD_S="0.05") as run:
+        run.wait_until(lambda: len(steps_logged(nodes / "worker")) > 4, "a few steps")
+        having(run, "ray::FarNode")[0].kill()
+        run.wait_until(lambda: len(steps_logged(nodes / "worker")) > 9, "steps without it")
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 0, run.output
+    assert not (nodes / "checkpoints" / f"checkpoint-{STEPS}").exists(), "there is nothing left to resume"
+    with command(*options, "2", *common, "--resume", cwd=nodes) as run:
+        assert run.wait() == 0, run.output
+    digests = [checkpoint_digest(folder / "checkpoints" / f"checkpoint-{STEPS}") for folder in (here, nodes)]
     assert digests[0] == digests[1]
+    assert read(nodes / "worker" / "summary.json")["nodes"] == ["node2"]
 
 
 def test_a_setup_that_a_node_refuses_ends_the_run(tmp_path: Path) -> None:
@@ -193,6 +199,14 @@ def a_cluster(nodes: int) -> Iterator[str]:
                 with suppress(OSError):
                     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
             folder.rmdir()
+
+
+def test_a_token_that_is_missing_is_named_as_ray_names_it(tmp_path: Path) -> None:
+    options = ("--ray", "127.0.0.2:6379", "-n", "0")
+    with command("train", str(SETUP), *options, cwd=tmp_path, RAY_AUTH_MODE="token", HOME=str(tmp_path)) as run:
+        assert run.wait() == 2
+    assert "Ray cannot be reached: Token authentication is enabled but no authentication token was found" in run.output
+    assert "ray get-auth-token --generate" in run.output
 
 
 def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,14 +212,17 @@ class _Gate:
 
     def _lost(self, number: int, machine: Machine, error: AsyncGRPOError) -> None:
         self._has_joined.add(number)
-        logger.warning("{} {}: its groups are pending again", machine.name, error)
         row = self._rows.setdefault(number, NodeRecord(name=machine.name, worker=f"dev{number}", number=number))
-        row.gone, row.gone_s, row.losses = str(error), time.monotonic(), row.losses + 1
+        if (row.name, row.gone) != (machine.name, str(error)):
+            logger.warning("{} {}: its groups are pending again", machine.name, error)
+        row.name, row.gone, row.gone_s, row.losses = machine.name, str(error), time.monotonic(), row.losses + 1
 
     def _serve(self, number: int, machine: Machine, node: RayNode, workers: int, gpus: int) -> None:
         began = time.monotonic()
         self._compare(machine, self._await(node.facts(), machine, START_S + self._launch.node_wait))
         why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
+        if why and number in self._has_joined:  # it may be a disk that is full for a while
+            raise PeerDiedError(f"cannot have workers now: {why}")
         if why:
             raise NodeRefused(f"{machine.name}: {why}")
         with closing(self._queue(number, machine, workers)) as queue:
