@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-experiments test-trackers test-zero3 test-envs test-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-experiments test-trackers test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -177,6 +177,13 @@ test-envs: .venv-envs/.installed
 
 test-nodes: .venv-ray/.installed
 	.venv-ray/bin/python -m pytest tests/with_ray tests/unit/nodes
+
+# As root: machines in namespaces of their own, which share nothing but a link. How often they are killed and cut off.
+NODE_KILLS ?= 50
+NODE_LINKS ?= 10
+
+chaos-nodes: .venv-ray/.installed
+	NODE_KILLS=$(NODE_KILLS) NODE_LINKS=$(NODE_LINKS) .venv-ray/bin/python -m pytest -m slow tests/with_ray --timeout 3600
 
 # DeepSpeed lies beside .venv, and borrows all else from it. It is built from its sources, which needs a C++ compiler.
 .venv-zero3/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/deepspeed_env.sh

@@ -21,6 +21,8 @@ from runs import ROOT
 PORT = 6379
 STORE_BYTES = 100_000_000
 RAY_START_S = 180.0
+PATIENCE = {"RAY_raylet_start_wait_time_s": "150", "RAY_health_check_failure_threshold": "40"}
+"""Of Ray, on a busy machine: it waits for a raylet that starts, and for the answers of one that is silent."""
 OF_RAY = ("raylet", "gcs_server", "log_monitor", "ray::", "/ray/", "runtime_env")
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--time")
 STARTED_S = 1000  # between the starts of two machines, by their monotonic clocks
@@ -44,7 +46,7 @@ class Machine:
     def __init__(self, number: int, folder: Path) -> None:
         self.number, self.name, self.address = number, f"gpu{number}", f"10.42.0.{number}"
         self.folder = folder
-        self.env: dict[str, str] = {}
+        self.env = {"HOME": "/tmp"}  # where a token would be
         self.turn_on()
 
     def turn_on(self) -> None:
@@ -93,7 +95,7 @@ class Machine:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={self.address}"),
             *(f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={store}", f"--node-name={self.name}"),
             "--disable-usage-stats",
-            RAY_raylet_start_wait_time_s="150",
+            **PATIENCE,
         )
         assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}"
 

@@ -122,7 +122,9 @@ class Training:
 def training(cluster: Machines, *options: str, setup: Path = SETUP, **env: str) -> Iterator[Training]:
     head = cluster[0]
     arguments = ("train", str(setup), "--ray", "auto", "--workers-per-node", "1", *options)
-    with command(*arguments, cwd=head.folder, within=head.enter(), **{"TEST_REWARD_S": "0.05", **env}) as run:
+    with command(
+        *arguments, cwd=head.folder, within=head.enter(), **{"TEST_REWARD_S": "0.05", **head.env, **env}
+    ) as run:
         yield Training(cluster, run)
 
 
@@ -196,7 +198,7 @@ def test_a_link_that_goes_down_and_comes_back_again_and_again(cluster: Machines)
 
 
 def test_a_machine_that_is_frozen_for_a_minute(cluster: Machines) -> None:
-    """Ray calls it dead. What it has to say when it thaws is not heard, and a new `ray start` brings it back."""
+    """What it has to say when it thaws is not heard, and it joins again by itself."""
     frozen = cluster[1]
     with training(cluster, "-n", "0", "--nodes", "3", *EVER) as run:
         run.run.wait_until(lambda: run.alive() == 2, "both nodes")
@@ -209,14 +211,8 @@ def test_a_machine_that_is_frozen_for_a_minute(cluster: Machines) -> None:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
+        run.run.wait_until(lambda: run.alive() == 2, "the machine again")
         run.wait_for_groups()
-        with suppress(AssertionError):
-            until(lambda: run.alive() == 2, "it again")
-        print("alive by itself", run.alive(), frozen.ours())
-        if run.alive() == 1:
-            until(lambda: not frozen.ours(), "the end of what thawed")
-            frozen.start_ray(head=cluster[0])
-            run.run.wait_until(lambda: run.alive() == 2, "the machine again")
         assert run.stop() == 0, run.run.output
         print(run.log())
     judged(cluster, run.folder)
@@ -231,7 +227,7 @@ def test_a_clock_that_is_an_hour_off_changes_nothing(cluster: Machines, tmp_path
     subprocess.run(build, input=CLOCK, text=True, check=True)
     ahead.turn_off()
     cluster.turn_on(ahead)
-    ahead.env = {"LD_PRELOAD": "/tmp/clock.so"}
+    ahead.env["LD_PRELOAD"] = "/tmp/clock.so"
     ahead.start_ray(head=cluster[0])
     there = float(ahead.run(sys.executable, "-c", "import time; print(time.time())").stdout)
     assert there - time.time() > 3500, "the clock is not ahead"

@@ -24,7 +24,7 @@ from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageEr
 from async_grpo.formatting import counted, for_people
 from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode, head_answers
 from async_grpo.nodes.node import facts
-from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused
+from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused, words_of
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.nodes.tree import packed
 from async_grpo.queue import WorkerQueue
@@ -40,7 +40,9 @@ RECORD_EVERY_S = 1.0
 DEFAULT_WORKERS = 2  # of a node without GPUs
 START_S = 60.0  # for an actor that has room to answer
 END_S = 10.0  # for the nodes to end
-AGAIN_S = 2.0  # between tries to find a machine
+AGAIN_S = 2.0  # between tries to find a machine; doubled
+MOST_DOUBLINGS = 4  # times where starts fail in a row
+LOST = "is lost to Ray as well"
 HEAD_EVERY_S = 5.0  # between looks for the head of Ray
 
 
@@ -82,6 +84,7 @@ class _Gate:
         self._taken: dict[str, int] = {}  # machine -> number of the worker that it is
         self._trouble: BaseException | None = None
         self._head_is_lost = False
+        self._failed_starts: dict[int, int] = {}  # in a row, by number
         self._unusable: set[str] = set()  # machines whose workers have failed time and again, or were refused later
         before = read_nodes(run.nodes)  # a gate that died has left its counts
         self._rows = {row.number: row for row in before.nodes} if before is not None else {}
@@ -188,6 +191,7 @@ class _Gate:
         """Serve one machine, until it is lost."""
         machine = self._choose(number)
         if machine is None:
+            self._say_who_is_missing(number)
             self._pause()
             return
         workers, gpus = self._size_of(machine)
@@ -199,7 +203,7 @@ class _Gate:
         except PeerDiedError as error:
             if self._goes_on.is_set():
                 self._lost(number, machine, error)
-                self._pause()
+                self._pause(2 ** min(self._failed_starts.get(number, 0), MOST_DOUBLINGS))
         except (NodeRefused, NodeGaveUp, UsageError) as error:
             if number not in self._has_joined and not isinstance(error, NodeGaveUp):
                 raise
@@ -210,6 +214,13 @@ class _Gate:
             with self._mutex:
                 self._taken.pop(machine.node_id, None)
 
+    def _say_who_is_missing(self, number: int) -> None:
+        """Ray may have lost the machine, too; then it comes back by no means of its own."""
+        row = self._rows.get(number)
+        if row is not None and row.gone and not row.gone.startswith(LOST):
+            row.gone = f"{LOST}. Start it there again: ray start --address={self._cluster.head}"
+            logger.warning("{} {}", row.name, row.gone)
+
     def _lost(self, number: int, machine: Machine, error: AsyncGRPOError) -> None:
         self._has_joined.add(number)
         row = self._rows.setdefault(number, NodeRecord(name=machine.name, worker=f"dev{number}", number=number))
@@ -219,6 +230,7 @@ class _Gate:
 
     def _serve(self, number: int, machine: Machine, node: RayNode, workers: int, gpus: int) -> None:
         began = time.monotonic()
+        self._failed_starts[number] = self._failed_starts.get(number, -1) + 1
         self._compare(machine, self._await(node.facts(), machine, START_S + self._launch.node_wait))
         why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
         if why and number in self._has_joined:  # it may be a disk that is full for a while
@@ -233,6 +245,7 @@ class _Gate:
                 counted(workers, "worker"),
                 for_people(time.monotonic() - began),
             )
+            self._failed_starts.pop(number)
             before = self._rows.get(number, NodeRecord(number=number))
             row = self._rows[number] = replace(
                 before, name=machine.name, worker=queue.name, workers=workers, gone="", gone_s=0.0
@@ -333,10 +346,10 @@ class _Gate:
                         f"({_room_of(machine)} in all)"
                     ) from None
             except Exception as error:
-                raise PeerDiedError(f"cannot start: {reason_of(error)}") from error
+                raise PeerDiedError(f"cannot start: {words_of(error)}") from error
 
-    def _pause(self) -> None:
-        deadline = time.monotonic() + AGAIN_S
+    def _pause(self, times: int = 1) -> None:
+        deadline = time.monotonic() + AGAIN_S * times
         while self._goes_on.is_set() and time.monotonic() < deadline:
             time.sleep(LOOK_S)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from loguru import logger
 
 from async_grpo.archive.room import write_with_room
-from async_grpo.errors import AsyncGRPOError, BadGroupError, PeerDiedError
+from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadGroupError, PeerDiedError
 from async_grpo.nodes.node import SentJob
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.queue import Claim, WorkerQueue
@@ -142,7 +142,7 @@ class FarNodeSeat:
         if self._waited_s == 0.0:
             self._looked = time.monotonic()
         if self._trouble is not None:
-            raise PeerDiedError(f"its weights cannot be sent: {self._trouble}") from self._trouble
+            raise PeerDiedError(f"cannot get its weights: {words_of(self._trouble)}") from self._trouble
         room = self._room()
         claims = self._queue.claim(room, skip=self._skipped()) if room else []
         if claims or not self._waiting:
@@ -154,7 +154,7 @@ class FarNodeSeat:
             self._wait_on()
             return
         except Exception as error:
-            raise PeerDiedError(f"is gone: {_first_line(error)}") from error
+            raise PeerDiedError(f"is gone: {words_of(error)}") from error
         self._waiting.popleft()
         self._waited_s = 0.0
         self._figures.exchange_ms = round(1000 * (time.monotonic() - oldest.sent - answer["waited_s"]), 2)
@@ -297,7 +297,9 @@ class FarNodeSeat:
             raise PeerDiedError(f"{self._name} is not served any more")
 
 
-def _first_line(error: BaseException) -> str:
-    """What Ray says first of a lost actor; of an error of our own there, what a traceback ends with."""
+def words_of(error: BaseException) -> str:
+    """What Ray says of a lost actor, without its ids; of an error of our own there, what a traceback ends with."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
-    return lines[-1] if lines[0].startswith("ray::") else lines[0]
+    if lines[0].startswith("ray::"):
+        return lines[-1]
+    return " ".join(line.strip() for line in lines if not line.startswith(("\t", " ")))[:MOST_OF_A_REASON]

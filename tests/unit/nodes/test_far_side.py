@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -275,6 +276,14 @@ def test_facts_are_plain_values() -> None:
     facts = far.facts()
     assert json.loads(json.dumps(facts)) == facts
     assert facts["versions"]["torch"] and facts["versions"]["async-grpo"]
+
+
+def test_no_clock_is_read_that_others_could_have_set() -> None:
+    """What lasts is measured by the monotonic clock, and never sent."""
+    folder = Path(far.__file__).parent
+    clocks = re.compile(r"time\.time|datetime|st_[mca]time|localtime|gmtime")
+    found = {path.name for path in folder.glob("*.py") if clocks.search(path.read_text())}
+    assert not found and clocks.search((folder.parent / "rundir" / "locks.py").read_text())
 
 
 def test_the_actor_has_no_handle_of_the_servers_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def test_a_node_that_cannot_begin_ends_the_start(run: RunDir, server: ServerQueu
         gate.run()
 
 
-def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue) -> None:
+def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue, warnings: list[str]) -> None:
     cluster = FakeCluster("gpu2")
     gate, _ = a_gate(run, cluster, nodes=2, here=0)
     dying = FakeActor()
@@ -190,6 +190,8 @@ def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue) -> N
     dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
     with pytest.raises(PeerDiedError, match="No other machine is left"):
         gate.run()
+    said = "gpu2 is lost to Ray as well. Start it there again: ray start --address=gpu1:6379"
+    assert warnings == ["gpu2 is gone: gone: its groups are pending again", said]
 
 
 def test_the_loss_of_the_head_is_said(

@@ -18,7 +18,7 @@ from node_fakes import RUN, FakeFarNode, FakeVersions, a_group, a_job
 from async_grpo.errors import PeerDiedError
 from async_grpo.nodes import seat as seats
 from async_grpo.nodes.node import SentJob
-from async_grpo.nodes.seat import FarNodeSeat, NodeRefused
+from async_grpo.nodes.seat import FarNodeSeat, NodeRefused, words_of
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
@@ -179,6 +179,23 @@ def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
     node._answer = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError), closing(WorkerQueue.open(server.root, 8, "x", far_workers=2)) as queue:
         a_seat(server.root, node, FakeVersions(), queue, NodeRecord())._exchange()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: FarNode\n\tactor_id: 0f91\n"
+            "The actor died because its node has died. Node Id: 3e00",
+            "The actor died unexpectedly before finishing this task. The actor died because its node has died. "
+            "Node Id: 3e00",
+        ),
+        ("ray::FarNode.exchange() (pid=7)\n  File x, line 3\nKeyError: 'jobs'", "KeyError: 'jobs'"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_ray_says_is_told_in_a_line_without_ids(said: str, words: str) -> None:
+    assert words_of(RuntimeError(said)) == words
 
 
 def test_a_refusal_names_the_node(server: ServerQueue) -> None:
