@@ -18,9 +18,11 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
 
+import runs
 from machines import Machine, Machines, machines, why_not
 from runs import SETUP, Command, command
 
+import patience
 from async_grpo.archive.audit import Audit, audit
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.telemetry.nodes import read_nodes
@@ -35,6 +37,7 @@ KILLS = int(os.environ.get("NODE_KILLS", "50"))
 LINKS = int(os.environ.get("NODE_LINKS", "10"))
 DOWN_S = 30.0
 FROZEN_S = 60.0
+BUSY_S = 900.0  # for what takes seconds where little else runs
 GIVE_UP_S = 600.0  # Ray's own minute, and six tries to reach it
 RUN = "worker"  # in the /tmp of the server's machine
 EVER = ("--eval-every", "0", "--steps", "1000000")
@@ -74,6 +77,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(runs, "DEADLINE_S", BUSY_S)
+    monkeypatch.setattr(patience, "DEADLINE_S", BUSY_S)
     with machines(3, tmp_path) as made:
         made.start_ray()
         yield made
