@@ -217,7 +217,9 @@ class _Gate:
     def _say_who_is_missing(self, number: int) -> None:
         """Ray may have lost the machine, too; then it comes back by no means of its own."""
         row = self._rows.get(number)
-        if row is not None and row.gone and not row.gone.startswith(LOST):
+        if row is None or not row.gone or row.gone.startswith(LOST):
+            return
+        if row.name not in {machine.name for machine in self._cluster.machines()}:
             row.gone = f"{LOST}. Start it there again: ray start --address={self._cluster.head}"
             logger.warning("{} {}", row.name, row.gone)
 
