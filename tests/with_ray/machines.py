@@ -20,9 +20,13 @@ from runs import ROOT
 
 PORT = 6379
 STORE_BYTES = 100_000_000
-RAY_START_S = 180.0
-PATIENCE = {"RAY_raylet_start_wait_time_s": "150", "RAY_health_check_failure_threshold": "40"}
-"""Of Ray, on a busy machine: it waits for a raylet that starts, and for the answers of one that is silent."""
+RAY_START_S = 600.0
+PATIENCE = {
+    "RAY_raylet_start_wait_time_s": "500",
+    "RAY_health_check_failure_threshold": "40",
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Of Ray, on a busy machine: for a raylet that starts, and for one that is silent; and no process that nobody needs."""
 OF_RAY = ("raylet", "gcs_server", "log_monitor", "ray::", "/ray/", "runtime_env")
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--time")
 STARTED_S = 1000  # between the starts of two machines, by their monotonic clocks
