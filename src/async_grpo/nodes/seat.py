@@ -40,6 +40,7 @@ BUSY_S = 0.25
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this node
 WEIGHTS_POLL_S = 0.005
 PIECE_S = 600.0  # for a piece of weights to arrive
+FIRST_WORDS = "The actor died unexpectedly before finishing this task. "  # of Ray; what follows says why
 MOST_STATES = 1000  # lines of trainer_states.jsonl, an exchange
 
 
@@ -302,4 +303,5 @@ def words_of(error: BaseException) -> str:
     lines = (str(error).strip() or type(error).__name__).splitlines()
     if lines[0].startswith("ray::"):
         return lines[-1]
-    return " ".join(line.strip() for line in lines if not line.startswith(("\t", " ")))[:MOST_OF_A_REASON]
+    said = " ".join(line for line in lines if not line.startswith(("\t", " ")))
+    return said.removeprefix(FIRST_WORDS).partition(" Some common causes")[0][:MOST_OF_A_REASON]

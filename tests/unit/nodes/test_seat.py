@@ -186,9 +186,8 @@ def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
     [
         (
             "The actor died unexpectedly before finishing this task.\n\tclass_name: FarNode\n\tactor_id: 0f91\n"
-            "The actor died because its node has died. Node Id: 3e00",
-            "The actor died unexpectedly before finishing this task. The actor died because its node has died. "
-            "Node Id: 3e00",
+            "The actor died because its node has died. Some common causes include: (1) the moon",
+            "The actor died because its node has died.",
         ),
         ("ray::FarNode.exchange() (pid=7)\n  File x, line 3\nKeyError: 'jobs'", "KeyError: 'jobs'"),
         ("", "RuntimeError"),
