@@ -309,7 +309,6 @@ class _Gate:
             "state": as_text(self._state),
             "number": number,
             "tree": self._tree,
-            "config": self._state.plan.config.name,
             "devices": devices,
             "threads": os.environ.get("OMP_NUM_THREADS") if is_local else None,
             "node_dir": self._launch.node_dir,

@@ -29,7 +29,7 @@ from async_grpo.launch.child_log import LogTail
 from async_grpo.launch.launcher import REFUSED, worker_child
 from async_grpo.launch.supervisor import Exits, Supervisor
 from async_grpo.nodes import leftovers
-from async_grpo.nodes.tree import unpack
+from async_grpo.nodes.tree import is_there, unpack
 from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_job
 from async_grpo.queue.names import shard
@@ -361,12 +361,15 @@ def _folder_for(order: dict[str, Any], run_id: str) -> Path:
 def _prepare(order: dict[str, Any], state: RunState, root: Path) -> tuple[RunDir, RunState]:
     """The run directory of this node: the server's plan, with the paths and devices of here."""
     run = RunDir(root)
-    unpack(order["tree"], root / "setup")
+    config = state.plan.config
+    if not is_there(order["tree"], config.parent):
+        unpack(order["tree"], root / "setup")
+        config = root / "setup" / config.name
     if Path(order["folder"]).is_dir():
         os.chdir(order["folder"])
     plan = replace(
         state.plan,
-        config=root / "setup" / order["config"],
+        config=config,
         worker_devices=tuple(order["devices"]),
         master_device=CPU,
         weights="host",

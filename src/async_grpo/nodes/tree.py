@@ -31,6 +31,16 @@ def packed(config: Path) -> bytes:
     return buffer.getvalue()
 
 
+def is_there(data: bytes, folder: Path) -> bool:
+    """Whether a folder has the files of `packed` already, as on a file system that machines share."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for member in tar:
+            path, sent = folder / member.name, tar.extractfile(member)
+            if sent is None or not path.is_file() or path.read_bytes() != sent.read():
+                return False
+    return True
+
+
 def unpack(data: bytes, folder: Path) -> None:
     """Write the files of `packed` into a new folder."""
     folder.mkdir(mode=0o700)

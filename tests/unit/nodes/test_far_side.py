@@ -65,7 +65,6 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "state": json.dumps(as_json(state)),
         "number": 8,
         "tree": packed(tmp_path / "project" / "setup.py"),
-        "config": "setup.py",
         "devices": ["cpu"],
         "threads": "1",
         "node_dir": str(tmp_path / "local"),
@@ -202,10 +201,30 @@ def test_workers_that_cannot_work_are_told(
 def test_nothing_is_left_at_the_end(order: dict[str, Any]) -> None:
     node = _RunHere(order)
     root = node._run.root
-    assert (root / "setup" / "setup.py").is_file() and root.stat().st_mode & 0o777 == 0o700
+    assert root.is_dir() and root.stat().st_mode & 0o777 == 0o700
     assert server_alive(root)
     node.end(finished=True)
     assert not root.exists()
+
+
+@pytest.mark.parametrize("there", ["the same", "another", "nothing"])
+def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
+    there: str, order: dict[str, Any], tmp_path: Path
+) -> None:
+    """Then modules of folders above are found too."""
+    file = tmp_path / "project" / "setup.py"
+    sent = file.read_text()
+    if there == "another":
+        file.write_text("def get_trainer(): raise SystemExit\n")
+    elif there == "nothing":
+        file.unlink()
+    node = _RunHere(order)
+    try:
+        config = node._state.plan.config
+        assert config == (file if there == "the same" else node._run.root / "setup" / "setup.py")
+        assert config.read_text() == sent
+    finally:
+        node.end(finished=False)
 
 
 def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any]) -> None:
