@@ -43,12 +43,6 @@ class WeightsPiece(NamedTuple):
     nbytes: int
 
 
-class _Difference(NamedTuple):
-    to: int  # version
-    data: Any
-    nbytes: int
-
-
 class _Whole(NamedTuple):
     """A version in the host's memory."""
 
@@ -69,7 +63,7 @@ class PublishedVersions:
         self._now: _Whole | None = None
         self._static = np.empty(0, np.uint8)  # what does not train
         self._frame: dict[str, Any] = {}  # what the tensors are, for a node that has none yet
-        self._differences: dict[int, _Difference] = {}  # by the version that they start from
+        self._differences: dict[int, WeightsPiece] = {}  # by the version that they start from
         self._buckets: dict[tuple[int, str, int], Any] = {}
         self._encode_s = 0.0
         self._bytes_per_s = 0.0
@@ -93,9 +87,8 @@ class PublishedVersions:
         with self._packing:
             now = self._take_newest()
             steps = self._steps(since, now)
-        if steps and since is not None:
-            for step in steps:
-                yield WeightsPiece({"kind": "delta", "version": step.to}, step.data, step.nbytes)
+        if steps:
+            yield from steps
             return
         if since is None:
             yield from self._in_buckets("static", now.version, self._static, self._frame)
@@ -148,7 +141,8 @@ class PublishedVersions:
         data = np.frombuffer(b"".join(pack(delta, {})), np.uint8)
         self._encode_s = time.monotonic() - began
         if len(data) < min(payload.nbytes, BUCKET_BYTES):
-            self._differences[before.version] = _Difference(version, self._put(data), len(data))
+            about = {"kind": "delta", "version": version}
+            self._differences[before.version] = WeightsPiece(about, self._put(data), len(data))
             self._forget_old(payload.nbytes)
         return _Whole(version, delta.result, payload, buffers)
 
@@ -160,13 +154,13 @@ class PublishedVersions:
                 break
             kept -= self._differences.pop(version).nbytes
 
-    def _steps(self, since: int | None, now: _Whole) -> list[_Difference]:
+    def _steps(self, since: int | None, now: _Whole) -> list[WeightsPiece]:
         """The differences that lead from `since` to now; none where one is missing."""
-        steps: list[_Difference] = []
+        steps: list[WeightsPiece] = []
         at = since
-        while at is not None and at != now.version and at in self._differences:
-            steps.append(self._differences[at])
-            at = steps[-1].to
+        while at is not None and (step := self._differences.get(at)):
+            steps.append(step)
+            at = step.about["version"]
         return steps if at == now.version else []
 
     def _in_buckets(self, kind: str, version: int, payload: Bytes, about: dict[str, Any]) -> Iterator[WeightsPiece]:
