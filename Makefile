@@ -145,7 +145,7 @@ chaos-vllm: .venv-vllm/.installed
 
 # Hydra wants an antlr that excludes the one of constraints.txt, by which math-verify parses in .venv.
 .venv-experiments/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
-	scripts/env_beside.sh .venv-experiments hydra-core==1.3.8 "omegaconf<2.4" antlr4-python3-runtime==4.9.3
+	scripts/env_beside.sh .venv-experiments hydra-core==1.3.8 "omegaconf<2.4" antlr4-python3-runtime==4.9.3 submitit
 	touch $@
 
 test-experiments: .venv-experiments/.installed

@@ -59,10 +59,27 @@ class SystemKeys:
     clear_cache_interval: int = 10
     use_parallel_execution: bool = True
     gpus_per_job: int = 1
-    engine: Literal["local"] = "local"
+    engine: Literal["local", "slurm"] = "local"
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
     max_parallel_jobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmKeys:
+    """What each stage's job asks for; None: the cluster's default.
+
+    Attributes:
+        timeout_min: its time limit. Before it the stage is ended, and queued again to continue.
+        gpus: None: `system.gpus_per_job`, or none where `system.device` is cpu.
+    """
+
+    partition: str | None = None
+    qos: str | None = None
+    timeout_min: int = 240
+    mem_gb: int | None = None
+    cpus: int | None = None
+    gpus: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +180,7 @@ class ExperimentConfig:
     rounds_of_training: int = 2
     num_samples: int = 1
     system: SystemKeys = field(default_factory=SystemKeys)
+    slurm: SlurmKeys = field(default_factory=SlurmKeys)
     generation: GenerationKeys = field(default_factory=GenerationKeys)
     data_collection: CollectionKeys = field(default_factory=CollectionKeys)
     evaluation: EvaluationKeys = field(default_factory=EvaluationKeys)
@@ -198,6 +216,7 @@ def _problems(config: ExperimentConfig) -> Iterator[str]:
     yield from _out_of_range(config)
     yield from _unknown_names(config)
     yield from _not_built(config)
+    yield from _of_slurm(config)
     for algo in config.enabled:
         yield from _problems_of(algo, config)
 
@@ -244,6 +263,20 @@ def _not_built(config: ExperimentConfig) -> Iterator[str]:
         yield "A stage on several GPUs is not built: set system.gpus_per_job=1."
     if config.system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
         yield "flash_attention_2 needs the package flash-attn, which is not here: set system.attn_impl=eager."
+
+
+def _of_slurm(config: ExperimentConfig) -> Iterator[str]:
+    if config.system.engine != "slurm":
+        return
+    gpus, each = config.slurm.gpus, config.system.gpus_per_job
+    for name in ("timeout_min", "mem_gb", "cpus"):
+        value = getattr(config.slurm, name)
+        if value is not None and value < 1:
+            yield f"slurm.{name} must be at least 1, got {value}."
+    if gpus not in (None, 0, each):
+        yield f"slurm.gpus {gpus} is not what a stage uses: leave it out, and set system.gpus_per_job, now {each}."
+    if config.scheduling.deadline_s is not None:
+        yield "scheduling.deadline_s would count a job's wait in SLURM's queue: set slurm.timeout_min."
 
 
 def _problems_of(algo: str, config: ExperimentConfig) -> Iterator[str]:

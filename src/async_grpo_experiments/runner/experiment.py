@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.launch.child_log import last_line
@@ -29,10 +31,10 @@ from async_grpo_experiments.runner.screen import NAME
 from async_grpo_experiments.slots.foreground import exit_code, held_alone, print_failure
 from async_grpo_experiments.slots.ledger import FAILED, Ledger, end_leftovers, read
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
-from async_grpo_experiments.slots.schedule import ON_THIS_MACHINE
-from async_grpo_experiments.slots.starter import OpenStarter
+from async_grpo_experiments.slots.slurm import SlurmStarter, check_cluster, end_jobs
+from async_grpo_experiments.slots.starter import LocalStarter, OpenStarter
 
-LEDGER, LOCK = "slots.jsonl", "experiment.lock"
+LEDGER, LOCK, SLURM = "slots.jsonl", "experiment.lock", "slurm"
 STAGES = (sys.executable, "-m", "async_grpo_experiments.runner.stages")
 
 
@@ -56,25 +58,32 @@ def run_experiment(
     *,
     places: Sequence[Place] | None = None,
     command: CommandOf = stage_command,
-    open_starter: OpenStarter = ON_THIS_MACHINE,
+    open_starter: OpenStarter | None = None,
     only: str | None = None,
 ) -> int:
     """Run to the end; returns 0, 1 if a stage failed, 130 if it was asked to stop.
 
     Args:
         command: makes the command line of a stage.
+        open_starter: makes what starts stages; None: what `system.engine` says.
         only: a job: it runs, what it needs, and what needs it. None: all.
 
     Raises:
         AsyncGRPOError: nothing can be started, or the folder is not free.
     """
     survive_lost_output()
+    starter = open_starter or _engine(root, config)
     root.parent.mkdir(parents=True, exist_ok=True)
     make_folder(root)
     held = held_alone(root / LOCK, role="runner", way_out="Wait for it, or stop it.")
     with held, closing(ExperimentLog(root)) as log:
         end_leftovers(read(root / LEDGER).values(), grace_s=GRACE_S, say=log.say)
         graph = graph_of(config)
+        if (root / SLURM).exists():  # also where stages are to run here now
+            attempts = [
+                states.token_of(one) for stage in graph.values() for one in states.partials(root / stage.folder)
+            ]
+            end_jobs(attempts, log.say)
         wanted = graph if only is None else around(graph, only)
         for stage in graph.values():
             states.adopt(root / stage.folder)
@@ -84,7 +93,7 @@ def run_experiment(
         write_config(root, config, graph)
         with closing(Ledger(root / LEDGER)) as ledger:
             run = ExperimentRun(root, config, graph, found, ledger, log, wanted)
-            stopped = run.run(_places(config) if places is None else places, command, open_starter)
+            stopped = run.run(_places(config) if places is None else places, command, starter)
             for name in wanted:
                 if (record := ledger.records[name]).state == FAILED:
                     print_failure(NAME, name, record)
@@ -100,10 +109,34 @@ def run_experiment(
 
 
 def _places(config: ExperimentConfig) -> list[Place]:
-    """The places of this machine: a GPU each, or one share of the cores for each stage at a time."""
+    """The places of this machine: a GPU each, or one share of the cores for each stage at a time. SLURM's: jobs."""
     system = config.system
     most = system.max_parallel_jobs if system.use_parallel_execution else 1
+    if system.engine == "slurm":
+        return [Place(name=f"slurm{number}") for number in range(1, 1 + (most or len(graph_of(config))))]
     gpus = 0 if system.device == "cpu" else visible_gpus()
     if gpus:
         return gpu_places(gpus, each=1, at_most=None if most is None else min(gpus, most * system.gpus_per_job))
     return core_places(most or max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def _engine(root: Path, config: ExperimentConfig) -> OpenStarter:
+    """What `system.engine` names. `UsageError`: it cannot be had here."""
+    if config.system.engine == "local":
+        return LocalStarter
+    check_cluster()
+    return partial(SlurmStarter, root / SLURM, slurm_parameters(config))
+
+
+def slurm_parameters(config: ExperimentConfig) -> dict[str, Any]:
+    """A job of a stage, by the names that submitit has."""
+    keys, on_gpu = config.slurm, config.system.device != "cpu"
+    found = {
+        "slurm_partition": keys.partition,
+        "slurm_qos": keys.qos,
+        "timeout_min": keys.timeout_min,
+        "mem_gb": keys.mem_gb,
+        "cpus_per_task": keys.cpus,
+        "gpus_per_node": (config.system.gpus_per_job if on_gpu else None) if keys.gpus is None else keys.gpus or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -123,10 +123,11 @@ class ExperimentRun:
         def begin(place: Place) -> Command:
             inputs = {need: self._digests[need] for need in stage.needs}
             attempt = states.begin(folder, states.MadeOf(inputs=inputs, keys=keys_of(config, stage)))
-            arguments = command(self._root, stage, states.token_of(attempt))
+            token = states.token_of(attempt)
+            arguments = command(self._root, stage, token)
             self._log.note(f"{stage.name}: {shlex.join(arguments)}")
             log = folder.parent / f"log_{stage.kind}.txt"
-            return Command(arguments, place.environment(os.environ), log)
+            return Command(arguments, place.environment(os.environ), log, token)
 
         def unfinished() -> str:
             try:

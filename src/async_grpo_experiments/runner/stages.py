@@ -42,9 +42,9 @@ from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
 from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, problems_of, settings_of
-from async_grpo_experiments.slots import held
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
+from async_grpo_experiments.slots.starter import held_by_us
 
 ROWS, SAMPLES = "rows.arrow", "samples"
 _LEAVES = ("head", "model", "proxy")  # folders that a training may leave
@@ -220,8 +220,7 @@ class Work:
         arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
         arguments += ["--deterministic"] if self.config.system.deterministic else []
         arguments += ["--resume"] if run.exists() else []
-        ends_with_us = [sys.executable, "-I", "-S", held.__file__, str(os.getpid()), "all"]
-        child = subprocess.Popen([*ends_with_us, sys.executable, "-m", "async_grpo.cli", *arguments])
+        child = subprocess.Popen([*held_by_us(), sys.executable, "-m", "async_grpo.cli", *arguments])
         asked: list[int] = []
 
         def stop(number: int, frame: object) -> None:
@@ -332,6 +331,13 @@ def work_of(root: Path, job: str) -> Work:
     return Work(config, found, root)
 
 
+def _is_done(folder: Path, token: str) -> bool:
+    """Whether this very attempt has left its folder: a cluster starts a command again that it has lost."""
+    states.adopt(folder)
+    manifest = states.manifest_of(folder)
+    return manifest is not None and manifest.attempt == token
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one stage; returns its exit code."""
     try:
@@ -341,7 +347,13 @@ def main(arguments: Sequence[str]) -> int:
         root, job, kind, token = arguments
         print(f"{job}.{kind} on CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}", flush=True)
         work = work_of(Path(root), job)
-        partial = states.partial_of(work.folder / FOLDERS[kind], token)
+        folder = work.folder / FOLDERS[kind]
+        if _is_done(folder, token):
+            return 0
+        partial = states.partial_of(folder, token)
+        if not partial.exists():
+            raise UsageError(f"There is no attempt {token} at {folder}: run.log has the newest command line.")
+        states.empty(partial)
         {"generate": work.generate, "train": work.train, "evaluate": work.evaluate}[kind](partial)
         states.finish(partial)
         work.tidy()

@@ -68,13 +68,18 @@ def begin(folder: Path, made_of: MadeOf) -> Path:
         if partial.exists() or _made_of(left) != made_of:
             shutil.rmtree(left)
             continue
-        for path in left.iterdir():
-            if path.name not in (WORK, ATTEMPT):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        empty(left)
         left.rename(partial)
     partial.mkdir(mode=0o700, exist_ok=True)
     write_json(partial / ATTEMPT, as_json(made_of))
     return partial
+
+
+def empty(partial: Path) -> None:
+    """Remove what an attempt has left that was killed, but for what may be continued."""
+    for path in partial.iterdir():
+        if path.name not in (WORK, ATTEMPT):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _made_of(partial: Path) -> MadeOf | None:
@@ -108,9 +113,9 @@ def finish(partial: Path) -> Path:
     made_of = shaped(MadeOf, read_object(partial / ATTEMPT))
     if work_of(partial).exists():
         shutil.rmtree(work_of(partial))
-    (partial / ATTEMPT).unlink()
+    files = [path for path in _files(partial) if path != partial / ATTEMPT]
     manifest = Manifest(
-        files={_name_in(partial, path): hash_of(path, sync=True) for path in _files(partial)},
+        files={_name_in(partial, path): hash_of(path, sync=True) for path in files},
         inputs=made_of.inputs,
         keys=made_of.keys,
         attempt=token_of(partial),
@@ -122,6 +127,7 @@ def finish(partial: Path) -> Path:
 
 def _give_name(partial: Path) -> Path:
     folder = partial.with_name(partial.name.partition(_PARTIAL)[0])
+    (partial / ATTEMPT).unlink(missing_ok=True)  # only now: a stage that is killed before is started again by it
     partial.rename(folder)
     sync(folder.parent)
     return folder
@@ -157,7 +163,7 @@ def manifest_of(folder: Path) -> Manifest | None:
 
 def damage(folder: Path, manifest: Manifest) -> str:
     """What does not hold of a folder, in words; empty if all does."""
-    if new := [path for path in _files(folder) if _name_in(folder, path) not in {*manifest.files, MANIFEST}]:
+    if new := [path for path in _files(folder) if _name_in(folder, path) not in {*manifest.files, MANIFEST, ATTEMPT}]:
         return f"{new[0]} was not written by its stage"
     for name, before in manifest.files.items():
         try:

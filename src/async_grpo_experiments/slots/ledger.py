@@ -40,6 +40,7 @@ class Record:
     log: str = ""
     last_words: str = ""  # of one that failed
     peak_bytes: int = 0  # the most memory that it had; 0: unknown
+    lost: int = 0  # how often its process was lost with the machine that it ran on
 
 
 class Ledger:

@@ -7,18 +7,15 @@ alone. Of those that could start, the one of the highest priority is first, then
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.launch.child_log import LogTail, last_line
-from async_grpo.launch.supervisor import Child, Exit, Supervisor, exit_reason
+from async_grpo.launch.supervisor import Exit, exit_reason
 from async_grpo_experiments.slots.ledger import (
     BLOCKED,
     FAILED,
@@ -32,13 +29,12 @@ from async_grpo_experiments.slots.ledger import (
 )
 from async_grpo_experiments.slots.packing import Need, Packing
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.slots.starter import OpenStarter
+from async_grpo_experiments.slots.starter import LOST, LocalStarter, OpenStarter, PlacedChild
 
 OUT_OF_MEMORY = 77  # exit code of a task that says so of itself
 PATIENCE = 10  # starts of others; a task that has waited for more is not overtaken any more
 A_PLACE = Need()
-ON_THIS_MACHINE: OpenStarter = partial(Supervisor, [])
-_HELD = Path(__file__).with_name("held.py")
+MOST_LOST = 3  # a task whose process was lost so often has failed
 
 
 class Command(NamedTuple):
@@ -47,6 +43,7 @@ class Command(NamedTuple):
     arguments: Sequence[str]
     env: Mapping[str, str]
     log: Path  # standard output and standard error are appended to it
+    attempt: str = ""  # the name of this attempt, where a cluster starts it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,7 @@ class Task:
     command: Callable[[Place], Command]  # called when a place is free; raises `AsyncGRPOError` if it cannot start
     expected_s: float | None = None  # None: unknown
     grace_s: float = 10.0  # how long it may take to end after SIGTERM; then it is killed
-    unfinished: Callable[[], str] = lambda: ""  # why it is not done, although its exit code was 0
+    unfinished: Callable[[], str] | None = None  # why it is not done; by default its exit code says it
     reason: Callable[[], str] = lambda: ""  # why it failed, as it has written itself; empty: it has not
     needs: tuple[str, ...] = ()
     need: Need = A_PLACE
@@ -98,7 +95,7 @@ class TaskSchedule:
         say: Callable[[str], None],
         look: Callable[[], None] = lambda: None,
         stagger_s: float = 0.0,
-        open_starter: OpenStarter = ON_THIS_MACHINE,
+        open_starter: OpenStarter = LocalStarter,
     ) -> None:
         self._ledger, self._say, self._look_outside, self._stagger_s = ledger, say, look, stagger_s
         self._packing = Packing(places)
@@ -207,14 +204,23 @@ class TaskSchedule:
         words = "" if ended.code == 0 else running.log.last_words()
         state, why = self._verdict(task, ended, words)
         before = self._ledger.records[task.name]
+        lost = before.lost + (ended.code == LOST)
         seconds, peak = round(before.seconds + took, 3), max(before.peak_bytes, task.peak_bytes())
         said = words if state == FAILED else ""
         self._ledger.change(
-            task.name, state=state, code=ended.code, why=why, seconds=seconds, last_words=said, peak_bytes=peak
+            task.name,
+            state=state,
+            code=ended.code,
+            why=why,
+            seconds=seconds,
+            last_words=said,
+            peak_bytes=peak,
+            lost=lost,
         )
         self._say(f"{task.name} {state} after {took:.0f} s{f': {why}' if why else ''}")
         if state == WAITING:
-            self._waiting.insert(0, replace(task, need=replace(task.need, bytes=None)))
+            need = replace(task.need, bytes=None) if ended.code == OUT_OF_MEMORY else task.need
+            self._waiting.insert(0, replace(task, need=need))
         if state == FAILED:
             self._block(task.name)
 
@@ -230,13 +236,16 @@ class TaskSchedule:
             self._say(f"{failed} failed, so these will not start: {', '.join(sorted(lost - {failed}))}")
 
     def _verdict(self, task: Task, ended: Exit, words: str) -> tuple[str, str]:
-        missing = task.unfinished() if ended.code == 0 else ""
-        if ended.code == 0 and not missing:
+        missing = task.unfinished() if task.unfinished is not None and ended.code in (0, LOST) else ""
+        if not missing and (ended.code == 0 or (ended.code == LOST and task.unfinished is not None)):
             return FINISHED, ""
         if self.stopping:
             return STOPPED, "it was asked to stop"
         if ended.code == OUT_OF_MEMORY and not task.need.alone:
             return WAITING, "out of memory beside others; it gets a place alone"
+        if ended.code == LOST:
+            lost = self._ledger.records[task.name].lost + 1
+            return WAITING if lost < MOST_LOST else FAILED, f"its process was lost, {lost} of {MOST_LOST} times"
         return FAILED, missing or f"{exit_reason(ended.code)}: {task.reason() or last_line(words)}"
 
 
@@ -249,16 +258,16 @@ class _Running(NamedTuple):
     since: float  # monotonic
 
 
-def _child(task: Task, place: Place, command: Command) -> Child:
-    cores = ",".join(map(str, place.cores)) or "all"
-    held = [sys.executable, "-I", "-S", str(_HELD), str(os.getpid()), cores]
-    return Child(
+def _child(task: Task, place: Place, command: Command) -> PlacedChild:
+    return PlacedChild(
         name=task.name,
-        command=[*held, *command.arguments],
+        command=command.arguments,
         env=command.env,
         log=command.log,
         grace_s=task.grace_s,
         health=None if task.deadline_s == math.inf else _Deadline(task.deadline_s),
+        cores=place.cores,
+        attempt=command.attempt,
     )
 
 

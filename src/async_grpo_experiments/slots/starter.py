@@ -1,4 +1,4 @@
-"""What starts and ends the processes of a schedule. `launch.supervisor.Supervisor` has this shape, for this machine.
+"""What starts and ends the processes of a schedule: on this machine, or elsewhere (`slurm`).
 
 Each child is named by its task. A starter that runs children elsewhere makes of `add` a submission, and of the rest
 what its cluster has for it.
@@ -6,10 +6,29 @@ what its cluster has for it.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from async_grpo.launch.supervisor import Child, Exit, Exits
+from async_grpo.launch.supervisor import Child, Exit, Exits, Supervisor
+from async_grpo_experiments.slots import held
+
+LOST = 1000  # "exit code" of a child that has ended, and left none: its machine may have died
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedChild(Child):
+    """A child of a place.
+
+    Attributes:
+        cores: those that it may use; empty: all.
+        attempt: a name that no other attempt has.
+    """
+
+    cores: tuple[int, ...] = ()
+    attempt: str = ""
 
 
 class Starter(Protocol):
@@ -21,8 +40,8 @@ class Starter(Protocol):
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def add(self, child: Child) -> int:
-        """Start a child; returns a number by which it is found again, the pid on this machine. `OSError`: it cannot."""
+    def add(self, child: PlacedChild) -> int:
+        """Start a child; returns its pid, or 0 for one that is not of this machine. `OSError`: it cannot."""
 
     def forget(self, name: str) -> None:
         """Drop a child that has ended."""
@@ -41,3 +60,19 @@ class OpenStarter(Protocol):
     """Makes a starter of what it says and what it calls at each look."""
 
     def __call__(self, *, say: Callable[[str], None], look: Callable[[], None]) -> Starter: ...
+
+
+class LocalStarter(Supervisor):
+    """Starts children here. They use the cores of their place, and end when this process does."""
+
+    def __init__(self, *, say: Callable[[str], None], look: Callable[[], None]) -> None:
+        super().__init__([], say=say, look=look)
+
+    def add(self, child: Child) -> int:
+        cores = child.cores if isinstance(child, PlacedChild) else ()
+        return super().add(replace(child, command=[*held_by_us(cores), *child.command]))
+
+
+def held_by_us(cores: tuple[int, ...] = ()) -> list[str]:
+    """The beginning of a command line that has a process end with this one, and use these cores only."""
+    return [sys.executable, "-I", "-S", held.__file__, str(os.getpid()), ",".join(map(str, cores)) or "all"]

@@ -29,6 +29,9 @@ def main(yard: Path, stage: str, partial: Path, inputs: list[Path]) -> None:
         sys.exit("error: no luck")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        (yard / f"{stage}.hangs").write_text(str(os.getpid()))
+        signal.pause()
     if how == "kill-runner":
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
