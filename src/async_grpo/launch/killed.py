@@ -15,9 +15,13 @@ class MemoryWatch:
     def __init__(self) -> None:
         self._before = _kills_of_our_group()
 
+    def lacked(self) -> bool:
+        """Whether the kernel has killed one since."""
+        return _kills_of_our_group() > self._before
+
     def verdict(self) -> str:
         """A phrase about a process that SIGKILL ended: out of memory, or that nothing is known of it."""
-        if _kills_of_our_group() > self._before:
+        if self.lacked():
             return "most likely out of memory: the kernel has killed a process of its control group for that meanwhile"
         return "by another process: its control group has reported no lack of memory"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from async_grpo.errors import UsageError
+from async_grpo.setup.process import rank_of_launch
 from async_grpo_experiments.algorithms.protocols import AlgorithmSettings, Trained
 from async_grpo_experiments.algorithms.rows import Rows
 
@@ -23,10 +25,11 @@ def arguments(settings: AlgorithmSettings, out: Path, group: int = 1) -> dict[st
             f"are in one batch together: set micro_batch_size to {-(-settings.micro_batch_size // group) * group}."
         )
     on_gpu = torch.cuda.is_available()
+    _, ranks = rank_of_launch(os.environ)
     return {
         "output_dir": str(out / "checkpoints"),
         "per_device_train_batch_size": settings.micro_batch_size // group,
-        "gradient_accumulation_steps": settings.batch_size // settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.batch_size // (settings.micro_batch_size * ranks),
         "num_train_epochs": settings.epochs,
         "max_steps": settings.max_steps,
         "learning_rate": settings.lr,
@@ -54,7 +57,8 @@ def fit(trainer: Trainer, folder: Path, save: Callable[[Path], None]) -> Trained
     checkpoints = Path(trainer.args.output_dir)
     last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     found = trainer.train(resume_from_checkpoint=last)
-    save(folder)
+    if trainer.is_world_process_zero():
+        save(folder)
     return Trained(
         steps=found.global_step, loss=found.training_loss, seconds=found.metrics["train_runtime"], folder=folder
     )

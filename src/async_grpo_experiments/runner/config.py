@@ -26,6 +26,7 @@ ALGORITHMS = {
     "GRPO-HF": ("grpo_hf", "GRPOHF", ("bradley_terry_beta",)),
 }
 GUIDED = ("QSharp", "QSharp-HF", "PITA")  # they train a head, and leave the reference alone
+OWN_PROCESSES = ("GRPO", "GRPO-HF")  # their training starts a server and workers, on all GPUs of the place
 DEFAULT_BATCH = 24
 
 
@@ -259,8 +260,6 @@ def _unknown_names(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _not_built(config: ExperimentConfig) -> Iterator[str]:
-    if config.system.gpus_per_job > 1:
-        yield "A stage on several GPUs is not built: set system.gpus_per_job=1."
     if config.system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
         yield "flash_attention_2 needs the package flash-attn, which is not here: set system.attn_impl=eager."
 
@@ -280,14 +279,16 @@ def _of_slurm(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _problems_of(algo: str, config: ExperimentConfig) -> Iterator[str]:
-    keys, micro = config.algos[algo], config.training.micro_batch_size
+    keys, gpus = config.algos[algo], config.system.gpus_per_job
+    each = config.training.micro_batch_size * gpus
     batch = keys.get("batch_size", DEFAULT_BATCH)
     if type(batch) is not int or batch < 1:
         yield f"algos.{algo}.batch_size is {batch!r}, not a whole number over 0."
-    elif batch % micro:
-        near = [str(size) for size in (batch // micro * micro, -(-batch // micro) * micro) if size]
+    elif batch % each:
+        near = [str(size) for size in (batch // each * each, -(-batch // each) * each) if size]
+        on = f" times {gpus} GPUs" if gpus > 1 else ""
         yield (
-            f"algos.{algo}.batch_size {batch} must be a multiple of training.micro_batch_size, {micro}: set it to "
+            f"algos.{algo}.batch_size {batch} must be a multiple of training.micro_batch_size{on}, {each}: set it to "
             f"{' or '.join(near)}."
         )
     if type(keys.get("enabled", True)) is not bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from async_grpo.rundir.summary import program
 from async_grpo.setup.devices import visible_gpus
 from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.runner import states
-from async_grpo_experiments.runner.config import ExperimentConfig
+from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
 from async_grpo_experiments.runner.config_files import write_config
 from async_grpo_experiments.runner.graph import Stage, around, graph_of
 from async_grpo_experiments.runner.on_disk import look, move_aside, refuse_changes
@@ -28,6 +29,7 @@ from async_grpo_experiments.runner.results import write_results
 from async_grpo_experiments.runner.run import GRACE_S, CommandOf, ExperimentRun
 from async_grpo_experiments.runner.run_log import ExperimentLog
 from async_grpo_experiments.runner.screen import NAME
+from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.foreground import exit_code, held_alone, print_failure
 from async_grpo_experiments.slots.ledger import FAILED, Ledger, end_leftovers, read
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
@@ -41,6 +43,16 @@ STAGES = (sys.executable, "-m", "async_grpo_experiments.runner.stages")
 def stage_command(root: Path, stage: Stage, token: str) -> list[str]:
     """The command line of a real stage, which can also be run by hand."""
     return [*STAGES, str(root), stage.job.id, stage.kind, token]
+
+
+def ranks_command(processes: int, root: Path, stage: Stage, token: str) -> list[str]:
+    """The command line of a training in several processes. GRPO starts its own: for it, `stage_command`."""
+    if stage.kind != "train" or stage.job.algo in OWN_PROCESSES:
+        return stage_command(root, stage, token)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), "--multi_gpu"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["--main_process_port", "0"]  # any that is free
+    return [*launch, *STAGES[1:], str(root), stage.job.id, stage.kind, token]
 
 
 def check_stages(config: ExperimentConfig) -> None:
@@ -57,14 +69,14 @@ def run_experiment(
     config: ExperimentConfig,
     *,
     places: Sequence[Place] | None = None,
-    command: CommandOf = stage_command,
+    command: CommandOf | None = None,
     open_starter: OpenStarter | None = None,
     only: str | None = None,
 ) -> int:
     """Run to the end; returns 0, 1 if a stage failed, 130 if it was asked to stop.
 
     Args:
-        command: makes the command line of a stage.
+        command: makes the command line of a stage; None: that of a real one.
         open_starter: makes what starts stages; None: what `system.engine` says.
         only: a job: it runs, what it needs, and what needs it. None: all.
 
@@ -72,7 +84,8 @@ def run_experiment(
         AsyncGRPOError: nothing can be started, or the folder is not free.
     """
     survive_lost_output()
-    starter = open_starter or _engine(root, config)
+    starter, gpus = open_starter or _engine(root, config), config.system.gpus_per_job
+    command = command or (stage_command if gpus == 1 else partial(ranks_command, gpus))
     root.parent.mkdir(parents=True, exist_ok=True)
     make_folder(root)
     held = held_alone(root / LOCK, role="runner", way_out="Wait for it, or stop it.")
@@ -116,8 +129,17 @@ def _places(config: ExperimentConfig) -> list[Place]:
         return [Place(name=f"slurm{number}") for number in range(1, 1 + (most or len(graph_of(config))))]
     gpus = 0 if system.device == "cpu" else visible_gpus()
     if gpus:
-        return gpu_places(gpus, each=1, at_most=None if most is None else min(gpus, most * system.gpus_per_job))
-    return core_places(most or max(1, len(os.sched_getaffinity(0)) // 2))
+        at_most = None if most is None else min(gpus, most * system.gpus_per_job)
+        return [replace(place, bytes=_usable(place)) for place in gpu_places(gpus, each=1, at_most=at_most)]
+    return core_places((most or max(1, len(os.sched_getaffinity(0)) // 2)) * system.gpus_per_job)
+
+
+def _usable(place: Place) -> int | None:
+    """Memory of a GPU that stages may share: what a plan counts on, less what others hold now. None: unknown."""
+    from async_grpo.checks.plan.memory import USABLE
+
+    found = gpu_driver.memory(place.gpus)
+    return None if found is None else max(0, int(USABLE * found.total) - found.used)
 
 
 def _engine(root: Path, config: ExperimentConfig) -> OpenStarter:

@@ -8,10 +8,13 @@ from pathlib import Path
 from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
-from async_grpo_experiments.runner.config import ExperimentConfig
+from async_grpo_experiments.runner.config import DEFAULT_BATCH, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage
+from async_grpo_experiments.slots import gpu_driver
+from async_grpo_experiments.slots.places import Place
 
 MARGIN = 1.1  # of a measured peak
+USAGE = "usage.json"
 
 
 class MemoryPeaks:
@@ -29,12 +32,11 @@ class MemoryPeaks:
         peak = self._peaks.get(self._key(stage, config))
         return None if peak is None or config.system.gpus_per_job > 1 else int(peak * MARGIN)
 
-    def peak_of(self, stage: Stage, folder: Path, config: ExperimentConfig) -> int:
-        """What a stage has written of itself in `usage.json`; kept for the next one like it."""
-        try:
-            peak = int(read_object(folder / "usage.json")["peak_bytes"])
-        except (FileNotFoundError, BadFileError, KeyError, ValueError, TypeError):
-            return 0
+    def peak_of(self, stage: Stage, folder: Path, config: ExperimentConfig, seen: int = 0) -> int:
+        """What was seen of a stage, or what it has written of itself in `usage.json`; kept for the next one like it."""
+        peak = seen
+        with suppress(FileNotFoundError, BadFileError, KeyError, ValueError, TypeError):
+            peak = max(seen, int(read_object(folder / USAGE)["peak_bytes"]))
         key = self._key(stage, config)
         if peak > self._peaks.get(key, 0):
             self._peaks[key] = peak
@@ -46,3 +48,24 @@ class MemoryPeaks:
         keys = config.algos.get(stage.job.algo, {})
         batch = f"{keys.get('batch_size')}/{config.training.micro_batch_size}/{config.generation.batch_size}"
         return f"{stage.job.algo} {stage.kind} {config.models[stage.job.family].ref} {batch}"
+
+
+def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:
+    """What would need less memory than a place has: `GPU 0 (80 GB): set algos.PITA.batch_size=12, …`."""
+    training, algo = config.training, stage.job.algo
+    found = []
+    if stage.kind == "train":
+        each = training.micro_batch_size * config.system.gpus_per_job
+        half = int(config.algos[algo].get("batch_size", DEFAULT_BATCH)) // 2 // each * each
+        found += [f"algos.{algo}.batch_size={half}"] if half else []
+        found += (
+            [f"training.micro_batch_size={training.micro_batch_size // 2}"] if training.micro_batch_size > 1 else []
+        )
+        found += [] if training.gradient_checkpointing else ["training.gradient_checkpointing=true"]
+    elif config.generation.batch_size > 1:
+        found.append(f"generation.batch_size={config.generation.batch_size // 2}")
+    *others, last = found or ["a smaller model"]
+    taken = gpu_driver.memory(place.gpus)
+    where = f"GPU {','.join(place.gpus)}" if place.gpus else place.name
+    where += "" if taken is None else f" ({taken.total / 1e9:.0f} GB)"
+    return f"{where}: set {' or '.join(filter(None, [', '.join(others), last]))}"

@@ -18,9 +18,10 @@ from async_grpo.launch.screen import live_console
 from async_grpo.rundir.files import write_json
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ExperimentConfig
+from async_grpo_experiments.runner.gpu_use import GpuUse
 from async_grpo_experiments.runner.graph import Stage, keys_of, stages_by_job
 from async_grpo_experiments.runner.on_disk import OnDisk, state_of
-from async_grpo_experiments.runner.peaks import MemoryPeaks
+from async_grpo_experiments.runner.peaks import MemoryPeaks, way_out
 from async_grpo_experiments.runner.priority import chains_left, named
 from async_grpo_experiments.runner.run_log import ExperimentLog
 from async_grpo_experiments.runner.screen import ExperimentScreen
@@ -54,18 +55,19 @@ class ExperimentRun:
         self._wanted = wanted
         self._jobs = stages_by_job(graph)
         self._memory = MemoryPeaks(root.parent.parent / MEMORY)
-        self._screen = ExperimentScreen(self.jobs, log.note, live_console())
+        self._screen = ExperimentScreen(self.jobs, log.note, live_console(), lambda: self._use.summary())
         self._written = ""
         self._said_idle = False
+        self._use = GpuUse([])
 
     def run(self, places: Sequence[Place], command: CommandOf, open_starter: OpenStarter) -> bool:
         """Run all that has not finished; returns whether a stop was asked for."""
         self._settle_ledger()
+        self._use, self._places = GpuUse(places), places
         priorities = self._priorities()
         tasks = [
             self._task(stage, command, priorities[name]) for name, stage in self._graph.items() if name in self._wanted
         ]
-        self._places = len(places)
         schedule = TaskSchedule(
             tasks,
             places,
@@ -84,6 +86,7 @@ class ExperimentRun:
         return schedule.stopping
 
     def _look(self) -> None:
+        self._use.look(self._running())
         self._screen.look()
         self._write_states()
         self._tell_idle()
@@ -125,9 +128,11 @@ class ExperimentRun:
             attempt = states.begin(folder, states.MadeOf(inputs=inputs, keys=keys_of(config, stage)))
             token = states.token_of(attempt)
             arguments = command(self._root, stage, token)
+            env = place.environment(os.environ)
             self._log.note(f"{stage.name}: {shlex.join(arguments)}")
+            self._log.note(f"{stage.name} on {place.name}, CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']!r}")
             log = folder.parent / f"log_{stage.kind}.txt"
-            return Command(arguments, place.environment(os.environ), log, token)
+            return Command(arguments, env, log, token)
 
         def unfinished() -> str:
             try:
@@ -143,13 +148,36 @@ class ExperimentRun:
             name=stage.name,
             command=begin,
             needs=stage.needs,
-            need=Need(gpus=config.system.gpus_per_job, bytes=self._memory.needed(stage, config)),
+            need=self._need(stage),
             priority=priority,
             deadline_s=math.inf if config.scheduling.deadline_s is None else config.scheduling.deadline_s,
             grace_s=GRACE_S,
             unfinished=unfinished,
-            peak_bytes=partial(self._memory.peak_of, stage, folder, config),
+            peak_bytes=partial(self._ended, stage),
+            ran_out=lambda: any((partial / states.RAN_OUT).exists() for partial in states.partials(folder)),
+            way_out=partial(way_out, stage, config),
         )
+
+    def _need(self, stage: Stage) -> Need:
+        """What a stage takes of the places. Of a cluster's places each is a whole job."""
+        system = self._config.system
+        nbytes = self._memory.needed(stage, self._config)
+        if nbytes is not None and nbytes > max((place.bytes or 0 for place in self._places), default=0):
+            nbytes = None  # it has run alone, and its margin asks for more than there is
+        gpus = 1 if system.engine == "slurm" else system.gpus_per_job
+        return Need(gpus=gpus, bytes=nbytes, spreads=stage.kind == "generate" and bool(self._use))
+
+    def _ended(self, stage: Stage) -> int:
+        """Note what was seen of a stage's GPUs; returns the most memory that it had."""
+        use = self._use.take(stage.name)
+        if self._use:
+            self._log.note(f"GPU utilization {stage.name}: {use.in_words()}")
+        return self._memory.peak_of(stage, self._root / stage.folder, self._config, use.peak_bytes)
+
+    def _running(self) -> dict[str, str]:
+        """The place of each stage that runs."""
+        records = self._ledger.records
+        return {name: records[name].place for name in self._graph if records[name].state == RUNNING}
 
     def _took(self) -> dict[tuple[str, str], float]:
         found: dict[tuple[str, str], list[float]] = {}
@@ -174,14 +202,15 @@ class ExperimentRun:
         if self._said_idle:
             return
         records = self._ledger.records
-        running = [name for name in self._graph if records[name].state == RUNNING]
+        running = self._running()
         waiting = [stage for stage in self._graph.values() if records[stage.name].state == WAITING]
         ready = [stage for stage in waiting if all(records[need].state == FINISHED for need in stage.needs)]
-        idle = self._places - len(running)
+        idle = len(self._places) - len({name for place in running.values() for name in place.split("+")})
         if idle > 0 and running and waiting and not ready:
             self._said_idle = True
             more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+            of = counted(len(self._places), "GPU" if self._use else "place")
             self._screen.say(
-                f"{idle} of {counted(self._places, 'place')} are idle: {counted(len(waiting), 'stage')} wait for "
-                f"{running[0]}{more}, and no other fits. More lines, or num_samples, would use them."
+                f"{idle} of {of} are idle: {counted(len(waiting), 'stage')} wait for {min(running)}{more}, and no "
+                "other fits. More lines, or num_samples, would use them."
             )

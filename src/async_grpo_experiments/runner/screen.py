@@ -23,11 +23,18 @@ class ExperimentScreen(QueueScreen):
     Args:
         jobs: gives rows of `COLUMNS`.
         note: takes each line that is said.
+        gpus: sums up what all GPUs do; empty: nothing is known.
     """
 
-    def __init__(self, jobs: JobRows, note: Callable[[str], None], console: Console | None = None) -> None:
+    def __init__(
+        self,
+        jobs: JobRows,
+        note: Callable[[str], None],
+        console: Console | None = None,
+        gpus: Callable[[], str] = lambda: "",
+    ) -> None:
         super().__init__(NAME, console)
-        self._jobs, self._note = jobs, note
+        self._jobs, self._note, self._gpus = jobs, note, gpus
 
     def say(self, text: str) -> None:
         super().say(text)
@@ -37,7 +44,10 @@ class ExperimentScreen(QueueScreen):
         rows = list(self._jobs())
         states = Counter(state.partition(" ")[0] for _, state, _, _ in rows)
         running = "; ".join(f"{job}: {doing}" for job, _, doing, _ in rows if doing)
-        return ", ".join(f"{count} {state}" for state, count in states.items()) + (f" | {running}" if running else "")
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        return " | ".join(filter(None, [counts, running, self._gpus()]))
 
     def table(self) -> Table:
-        return drawn(COLUMNS, self._jobs(), right={"took"})
+        found = drawn(COLUMNS, self._jobs(), right={"took"})
+        found.caption = self._gpus()
+        return found

@@ -30,6 +30,7 @@ from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json
+from async_grpo.setup.process import end_with_parent, rank_of_launch
 from async_grpo_experiments.algorithms.protocols import collect
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.cut_plans import requests_of
@@ -39,6 +40,7 @@ from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentConfig, checked
 from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
+from async_grpo_experiments.runner.peaks import USAGE
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
 from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, problems_of, settings_of
@@ -119,19 +121,26 @@ class Work:
         self.algorithm.rows(continuations, self.job.round).save(partial / ROWS)
 
     def train(self, partial: Path) -> None:
-        out = self._begin(partial, "training")
-        for left in out.glob("*"):
-            if left.name in _LEAVES:  # not whole, or it would be in a complete folder
-                shutil.rmtree(left)
+        rank, _ = rank_of_launch(os.environ)
+        out = self.folder / "training"
+        if rank == 0:  # the others wait for it when they build their trainer
+            self._begin(partial, "training")
+            for left in out.glob("*"):
+                if left.name in _LEAVES:  # not whole, or it would be in a complete folder
+                    shutil.rmtree(left)
         earlier = range(1, self.job.round + 1)
         data = [self.root / "jobs" / self.job.at(one) / FOLDERS["generate"] / ROWS for one in earlier]
         start = self.trained(self.job.round - 1) if self.job.round > 1 else None
         found = self.algorithm.train(Rows.together(map(Rows.load, data)), start, out=out)
+        peak = _memory_summary(rank)
+        if rank > 0:
+            return
         for name in _LEAVES:
             if (out / name).exists():
                 shutil.copytree(out / name, partial / name)
         write_json(partial / TRAINED, as_json(TrainedNote(steps=found.steps, loss=found.loss)))
-        _note_memory(partial)
+        if peak:
+            write_json(partial / USAGE, {"peak_bytes": peak})
 
     def evaluate(self, partial: Path) -> None:
         found: list[EvaluatedSet] = []
@@ -219,6 +228,7 @@ class Work:
         """Run one command to its end. `AsyncGRPOError`: it failed."""
         arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
         arguments += ["--deterministic"] if self.config.system.deterministic else []
+        arguments += ["--worker-device-ids", ",".join(map(str, range(gpus)))] if (gpus := _visible_gpus()) else []
         arguments += ["--resume"] if run.exists() else []
         child = subprocess.Popen([*held_by_us(), sys.executable, "-m", "async_grpo.cli", *arguments])
         asked: list[int] = []
@@ -231,6 +241,8 @@ class Work:
             code = child.wait()
         if asked:  # its code would not say so: what it has sampled is kept, and that is 0
             raise StageError(f"async-grpo {command} was asked to stop. Another attempt continues it, from {run}.")
+        if code and _says_out_of_memory(run):
+            raise StageOutOfMemory(f"out of memory in async-grpo {command}: its log is above, and in {run}.")
         if code:
             raise StageError(f"async-grpo {command} ended with exit code {code}: its log is above, and in {run}.")
 
@@ -239,6 +251,22 @@ class StageError(AsyncGRPOError):
     """A command that a stage started has failed."""
 
     exit_code = 1
+
+
+class StageOutOfMemory(StageError):
+    """A command that a stage started had too little memory."""
+
+    exit_code = OUT_OF_MEMORY
+
+
+def _says_out_of_memory(run: Path) -> bool:
+    """Whether a process of a failed run has said so."""
+    return any(b"OutOfMemoryError" in log.read_bytes() for log in run.glob("log_*.txt"))
+
+
+def _visible_gpus() -> int:
+    """How many GPUs this place has: each gets a worker, also that of the weights."""
+    return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
 
 
 def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]:
@@ -308,19 +336,23 @@ def unscored(completions: Sequence[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _note_memory(partial: Path) -> None:
+def _memory_summary(rank: int) -> int:
+    """Print the memory of this process's GPU; returns the most that it had reserved, 0 without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        return
-    _, total = torch.cuda.mem_get_info()
-    reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-    print("GPU Memory Summary:")
+        return 0
+    device = torch.cuda.current_device()
+    _, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    if rank == 0:
+        print("GPU Memory Summary:")
     print(
-        f"  GPU 0: {allocated / 1e9:.2f} GB allocated, {reserved / 1e9:.2f} GB reserved, {total / 1e9:.2f} GB total",
+        f"  GPU {device}: {allocated / 1e9:.2f} GB allocated, {reserved / 1e9:.2f} GB reserved, "
+        f"{total / 1e9:.2f} GB total",
         flush=True,
     )
-    write_json(partial / "usage.json", {"peak_bytes": reserved})
+    return reserved
 
 
 def work_of(root: Path, job: str) -> Work:
@@ -333,36 +365,44 @@ def work_of(root: Path, job: str) -> Work:
 
 def _is_done(folder: Path, token: str) -> bool:
     """Whether this very attempt has left its folder: a cluster starts a command again that it has lost."""
-    states.adopt(folder)
     manifest = states.manifest_of(folder)
     return manifest is not None and manifest.attempt == token
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one stage; returns its exit code."""
+    partial, (rank, ranks) = None, rank_of_launch(os.environ)
+    if ranks > 1:
+        end_with_parent(os.getppid())  # accelerate's launcher ends its processes, unless it is killed
     try:
         if list(arguments) == ["check"]:
             check(checked(json.loads(sys.stdin.read())))
             return 0
         root, job, kind, token = arguments
-        print(f"{job}.{kind} on CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}", flush=True)
         work = work_of(Path(root), job)
         folder = work.folder / FOLDERS[kind]
+        partial = states.partial_of(folder, token)
+        if rank == 0:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            device = f"GPU {visible}" if visible else "the CPU"
+            print(f"{job}.{kind} on {device}, CUDA_VISIBLE_DEVICES={visible!r}", flush=True)
         if _is_done(folder, token):
             return 0
-        partial = states.partial_of(folder, token)
         if not partial.exists():
             raise UsageError(f"There is no attempt {token} at {folder}: run.log has the newest command line.")
-        states.empty(partial)
+        if rank == 0:
+            states.empty(partial)
         {"generate": work.generate, "train": work.train, "evaluate": work.evaluate}[kind](partial)
-        states.finish(partial)
-        work.tidy()
+        if rank == 0:
+            states.finish(partial)
+            work.tidy()
     except AsyncGRPOError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        if type(error).__name__ != "OutOfMemoryError":
+        if type(error).__name__ != "OutOfMemoryError" or partial is None:
             raise
+        (partial / states.RAN_OUT).touch()  # accelerate's launcher has an exit code of its own
         print(printable(f"error: out of memory: {error}"), file=sys.stderr)
         return OUT_OF_MEMORY
     return 0

@@ -24,6 +24,7 @@ from async_grpo.rundir.reading import open_plain, read_object
 from async_grpo.rundir.shape import as_json, shaped
 
 MANIFEST, ATTEMPT, WORK = "manifest.json", "attempt.json", "work"
+RAN_OUT = "out_of_memory"  # is in the folder of an attempt that was
 _PARTIAL = ".partial-"
 _MOST_DIFFERENCES = 5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from async_grpo.errors import UsageError
@@ -18,10 +18,12 @@ class Need:
     Attributes:
         gpus: places that it takes together.
         bytes: of a place that has bytes, which it shares with others; None: it has the place alone.
+        spreads: it takes places beyond `gpus` that nothing else waits for.
     """
 
     gpus: int = 1
     bytes: int | None = None
+    spreads: bool = False
 
     @property
     def alone(self) -> bool:
@@ -60,6 +62,19 @@ class Packing:
     def idle(self) -> int:
         """The number of places with nothing in them."""
         return len(self._free)
+
+    def spread(self, need: Need, waiting: Sequence[Need]) -> Need:
+        """What a task takes of the empty places that nothing else waits for, shared with others that spread.
+
+        Args:
+            waiting: of all tasks that could start now, this one too.
+        """
+        if not need.spreads:
+            return need
+        share = (self.idle() - sum(other.gpus for other in waiting if not other.spreads)) // sum(
+            other.spreads for other in waiting
+        )
+        return need if share <= need.gpus else replace(need, gpus=share)
 
     def refuse(self, names: Iterable[tuple[str, Need]]) -> None:
         """`UsageError` for a task that no place can ever take."""

@@ -7,6 +7,7 @@ alone. Of those that could start, the one of the highest priority is first, then
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.launch.child_log import LogTail, last_line
+from async_grpo.launch.killed import MemoryWatch
 from async_grpo.launch.supervisor import Exit, exit_reason
 from async_grpo_experiments.slots.ledger import (
     BLOCKED,
@@ -68,6 +70,8 @@ class Task:
     priority: float = 0.0
     deadline_s: float = math.inf
     peak_bytes: Callable[[], int] = lambda: 0  # the most memory that it had, asked when it has ended
+    ran_out: Callable[[], bool] = lambda: False  # whether it has noted that it was out of memory
+    way_out: Callable[[Place], str] = lambda place: ""  # what would need less memory than this place has
 
 
 class TaskSchedule:
@@ -153,8 +157,10 @@ class TaskSchedule:
     def _next(self) -> tuple[Task, Place] | None:
         """The first task that can start, with its place. Those that it overtakes are counted."""
         passed: list[str] = []
-        for task in self._in_turn():
-            if (place := self._packing.take(task.name, task.need)) is not None:
+        ready = list(self._in_turn())
+        needs = [task.need for task in ready]
+        for task in ready:
+            if (place := self._packing.take(task.name, self._packing.spread(task.need, needs))) is not None:
                 for name in passed:
                     self._overtaken[name] += 1
                 return task, place
@@ -184,7 +190,7 @@ class TaskSchedule:
             return
         now = time.monotonic()
         self._next_start = now + self._stagger_s
-        self._running[task.name] = _Running(task, place, log, now)
+        self._running[task.name] = _Running(task, place, log, now, MemoryWatch())
         self._ledger.change(
             task.name,
             state=RUNNING,
@@ -202,7 +208,8 @@ class TaskSchedule:
         self._packing.give_back(running.task.name)
         task, took = running.task, time.monotonic() - running.since
         words = "" if ended.code == 0 else running.log.last_words()
-        state, why = self._verdict(task, ended, words)
+        out_of_memory = ended.code == OUT_OF_MEMORY or (ended.code != 0 and (task.ran_out() or running.lacked(ended)))
+        state, why = self._verdict(running, ended, words, out_of_memory=out_of_memory)
         before = self._ledger.records[task.name]
         lost = before.lost + (ended.code == LOST)
         seconds, peak = round(before.seconds + took, 3), max(before.peak_bytes, task.peak_bytes())
@@ -219,7 +226,7 @@ class TaskSchedule:
         )
         self._say(f"{task.name} {state} after {took:.0f} s{f': {why}' if why else ''}")
         if state == WAITING:
-            need = replace(task.need, bytes=None) if ended.code == OUT_OF_MEMORY else task.need
+            need = replace(task.need, bytes=None) if out_of_memory else task.need
             self._waiting.insert(0, replace(task, need=need))
         if state == FAILED:
             self._block(task.name)
@@ -235,17 +242,20 @@ class TaskSchedule:
         if len(lost) > 1:
             self._say(f"{failed} failed, so these will not start: {', '.join(sorted(lost - {failed}))}")
 
-    def _verdict(self, task: Task, ended: Exit, words: str) -> tuple[str, str]:
+    def _verdict(self, running: _Running, ended: Exit, words: str, *, out_of_memory: bool) -> tuple[str, str]:
+        task = running.task
         missing = task.unfinished() if task.unfinished is not None and ended.code in (0, LOST) else ""
         if not missing and (ended.code == 0 or (ended.code == LOST and task.unfinished is not None)):
             return FINISHED, ""
         if self.stopping:
             return STOPPED, "it was asked to stop"
-        if ended.code == OUT_OF_MEMORY and not task.need.alone:
+        if out_of_memory and not task.need.alone:
             return WAITING, "out of memory beside others; it gets a place alone"
         if ended.code == LOST:
             lost = self._ledger.records[task.name].lost + 1
             return WAITING if lost < MOST_LOST else FAILED, f"its process was lost, {lost} of {MOST_LOST} times"
+        if out_of_memory and (way_out := task.way_out(running.place)):
+            return FAILED, f"out of memory alone on {way_out}"
         return FAILED, missing or f"{exit_reason(ended.code)}: {task.reason() or last_line(words)}"
 
 
@@ -256,6 +266,11 @@ class _Running(NamedTuple):
     place: Place
     log: LogTail
     since: float  # monotonic
+    memory: MemoryWatch  # of this machine
+
+    def lacked(self, ended: Exit) -> bool:
+        """Whether the kernel has killed it for lack of memory, as far as can be seen."""
+        return ended.code == -signal.SIGKILL and self.memory.lacked()
 
 
 def _child(task: Task, place: Place, command: Command) -> PlacedChild:

@@ -277,6 +277,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "local" / "setup"))
 
+    monkeypatch.setattr(far, "is_there", lambda *_: False)
     monkeypatch.setattr(far, "unpack", full)
     why = far.FarNode().begin(order)
     assert why == f"{tmp_path}/local/setup: the disk is full. Make room, or choose another place."

@@ -51,8 +51,8 @@ class ExperimentYard:
         """Have a stage fail once, before it is done.
 
         Args:
-            how: `exit`; `kill` it; `hang` and say so; `kill-runner`; or `kill-manifest`: kill the runner just before
-                the rename.
+            how: `exit`; `code 77`: exit so; `kill` it; `hang` and say so; `kill-runner`; or `kill-manifest`: kill the
+                runner just before the rename.
         """
         (self.folder / f"{stage}.fault").write_text(how)
 

@@ -40,7 +40,11 @@ from async_grpo_experiments.slots.ledger import RUNNING, Ledger, Record
         ({"system": {"max_parallel_jobs": 0}}, "max_parallel_jobs must be at least 1"),
         ({"scheduling": {"deadline_s": 0.0}}, "deadline_s must be over 0"),
         ({"scheduling": {"stagger_s": -1.0}}, "stagger_s must be 0 or more"),
-        ({"system": {"gpus_per_job": 2}}, "set system.gpus_per_job=1"),
+        ({"system": {"gpus_per_job": 0}}, "gpus_per_job must be at least 1"),
+        (
+            {"system": {"gpus_per_job": 2}, "algos": {"PITA": {"batch_size": 20}}},
+            "must be a multiple of training.micro_batch_size times 2 GPUs, 8: set it to 16 or 24",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(keys: dict[str, Any], said: str) -> None:

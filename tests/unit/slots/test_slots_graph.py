@@ -167,6 +167,23 @@ def test_a_large_task_is_overtaken_a_few_times_only(simulated: Simulated) -> Non
     assert order.index("large") == 2 + PATIENCE
 
 
+def test_a_task_that_needs_several_gpus_is_overtaken_a_few_times_only(simulated: Simulated) -> None:
+    small = [simulated.task(f"s{n}", 1.0 + n / 100) for n in range(40)]
+    large = simulated.task("large", need=Need(gpus=2))
+    order = simulated.run([*small[:2], large, *small[2:]], [Place(name="x"), Place(name="y")])
+    assert order.index("large") == 2 + PATIENCE
+
+
+def test_a_task_that_spreads_takes_the_places_that_nothing_else_waits_for() -> None:
+    packing = Packing([Place(name=str(n)) for n in range(8)])
+    spreads, one, two = Need(spreads=True), Need(), Need(gpus=2)
+    assert packing.spread(spreads, [spreads]).gpus == 8
+    assert packing.spread(spreads, [spreads, one, two]).gpus == 5
+    assert packing.spread(spreads, [spreads, spreads, two]).gpus == 3
+    assert packing.spread(spreads, [spreads, *[two] * 4]).gpus == 1
+    assert packing.spread(two, [spreads, two]) == two
+
+
 def test_packing_by_bytes_wastes_little(simulated: Simulated, tmp_path: Path) -> None:
     """40 tasks of .1 to .8 of a place: the longest first, into the fullest place that has room."""
     draw, factors = random.Random(0), []
@@ -198,6 +215,34 @@ def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> Non
     assert len(starts.read_text().split()) == 2
     assert any("it gets a place alone" in one for one in said)
     assert read(tmp_path / "slots.jsonl") == records
+
+
+def test_out_of_memory_alone_says_what_would_help(tmp_path: Path) -> None:
+    def run(script: str, **more: Any) -> str:
+        command = Command(["sh", "-c", script], os.environ, tmp_path / "log")
+        way_out = lambda place: f"{place.name}: set batch_size=2"  # noqa: E731
+        task, ledger = (
+            Task(name="a", command=lambda place: command, way_out=way_out, **more),
+            Ledger(tmp_path / script[-6:]),
+        )
+        return TaskSchedule([task], [Place(name="x")], ledger, say=lambda text: None).run()["a"].why
+
+    said = "out of memory alone on x: set batch_size=2"
+    assert run(f"exit {OUT_OF_MEMORY}") == said
+    assert run("exit 1; : noted", ran_out=lambda: True) == said
+    assert run("exit 1") == "exit code 1: it wrote nothing"
+
+
+def test_a_task_that_the_kernel_kills_for_lack_of_memory_was_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_grpo.launch.killed._kills_of_our_group", iter(range(9)).__next__)
+    command = Command(["sh", "-c", "kill -9 $$"], os.environ, tmp_path / "log")
+    task = Task(name="a", command=lambda place: command, need=Need(bytes=1), way_out=lambda place: place.name)
+    ledger, said = Ledger(tmp_path / "slots.jsonl"), list[str]()
+    records = TaskSchedule([task], [Place(name="x", bytes=9)], ledger, say=said.append).run()
+    assert any("it gets a place alone" in one for one in said)
+    assert records["a"].why == "out of memory alone on x"
 
 
 def test_a_task_is_killed_at_its_deadline(tmp_path: Path) -> None:

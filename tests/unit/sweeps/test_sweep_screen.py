@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from sweep_yard import SweepYard
 
+from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps import usage
@@ -96,12 +97,12 @@ def test_the_use_of_gpus_comes_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], shown: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(usage, "_driver", functools.cache(usage._driver.__wrapped__))
+    monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver())
     assert usage.Usage().of("run", (), gpus) == shown
 
 
 def test_without_a_driver_nothing_is_said_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "_driver", functools.cache(usage._driver.__wrapped__))
+    monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(there=False))
     assert usage.Usage().of("run", (), ["0"]) == ""

@@ -1,0 +1,80 @@
+"""How busy the GPUs of running stages are, and how much memory a stage takes that has its GPUs alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from async_grpo.formatting import size
+from async_grpo_experiments.slots import gpu_driver
+from async_grpo_experiments.slots.places import Place
+
+SAMPLE_S = 1.0
+
+
+@dataclass(slots=True)
+class StageUse:
+    """What was seen of one stage.
+
+    Attributes:
+        percents: utilisation of its GPUs at each sample.
+        peak_bytes: the most that was taken of its GPUs besides what others had before; 0: it shared them.
+    """
+
+    percents: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def in_words(self) -> str:
+        return f"{fmean(self.percents):.0f}%" if self.percents else "unknown"
+
+
+class GpuUse:
+    """Samples the GPUs of running stages, once a second at most. Nothing here waits."""
+
+    def __init__(self, places: Sequence[Place], now: Callable[[], float] = time.monotonic) -> None:
+        self._gpus = {place.name: place.gpus for place in places if place.gpus}
+        self._now, self._next = now, 0.0
+        self._uses: dict[str, StageUse] = {}  # by the stage's name
+        self._before: dict[str, int] = {}  # bytes that others had when it was alone there first
+
+    def __bool__(self) -> bool:
+        return bool(self._gpus)
+
+    def look(self, running: Mapping[str, str]) -> None:
+        """Sample where it is time to.
+
+        Args:
+            running: the places of the stages that run; of several places the names are joined by +.
+        """
+        if not self or self._now() < self._next:
+            return
+        self._next = self._now() + SAMPLE_S
+        for stage, place in running.items():
+            use, gpus = self._uses.setdefault(stage, StageUse()), self.gpus_of(place)
+            if (percent := gpu_driver.mean_percent(gpus)) is not None:
+                use.percents.append(percent)
+            found = gpu_driver.memory(gpus)
+            if found is None or any(other == place for name, other in running.items() if name != stage):
+                use.peak_bytes, self._before[stage] = 0, -1
+            elif (before := self._before.setdefault(stage, found.used)) >= 0:
+                use.peak_bytes = max(use.peak_bytes, found.used - before)
+
+    def take(self, stage: str) -> StageUse:
+        """What was seen of a stage that has ended."""
+        self._before.pop(stage, None)
+        return self._uses.pop(stage, StageUse())
+
+    def gpus_of(self, place: str) -> list[str]:
+        return [gpu for name in place.split("+") for gpu in self._gpus.get(name, ())]
+
+    def summary(self) -> str:
+        """`GPU 0 87%, 45.2 of 80.0 GB | GPU 1 …`; empty without a driver."""
+        found = []
+        for gpu in dict.fromkeys(gpu for gpus in self._gpus.values() for gpu in gpus):
+            percent, taken = gpu_driver.mean_percent([gpu]), gpu_driver.memory([gpu])
+            words = [] if percent is None else [f"{percent:.0f}%"]
+            words += [] if taken is None else [f"{size(taken.used)} of {size(taken.total)}"]
+            found += [f"GPU {gpu} {', '.join(words)}"] if words else []
+        return " | ".join(found)
