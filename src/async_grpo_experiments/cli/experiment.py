@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from async_grpo.cli import options
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
-from async_grpo.formatting import counted, printable
+from async_grpo.formatting import counted, for_people, printable, size
 
 if TYPE_CHECKING:
     from async_grpo_experiments.runner.config import ExperimentConfig
 
 EXAMPLES = """\
   async-grpo experiment experiment.name=star gpu=cpu training.datasets=[star] rounds_of_training=2
-  async-grpo experiment experiment.name=star --dry-run         jobs and graph; starts nothing
+  async-grpo experiment experiment.name=star --dry-run         jobs, graph, memory, hours; starts nothing
   async-grpo experiment resume_from=outputs/star/2026-11-24_01-30-00
   async-grpo experiment --status outputs/star/2026-11-24_01-30-00
   async-grpo experiment --retry PITA_llama_GSM8K_r1 outputs/star/2026-11-24_01-30-00
@@ -35,7 +35,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration, or with --retry DIR")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="show the jobs and what needs what; start nothing")
+    instead.add_argument(
+        "--dry-run", action="store_true", help="show jobs, graph, memory, disk and hours; start nothing"
+    )
     instead.add_argument("--status", type=Path, metavar="DIR", help="verify and show the jobs of an experiment")
     instead.add_argument("--retry", metavar="JOB", help="run this job of an experiment, and what it blocks")
     instead.add_argument("--init", action="store_true", help="write the package's configuration to ./conf")
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         config = checked(composed(place_of_conf(), keys))
         root = args.outputs / config.experiment.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if args.dry_run:
-        return _plan(config)
+        return _plan(config, root.parent.parent)
     if keys or not begun:
         experiment.check_stages(config)
     return experiment.run_experiment(root, config)
@@ -116,12 +118,48 @@ def _show(root: Path) -> int:
     return 0
 
 
-def _plan(config: ExperimentConfig) -> int:
+def _plan(config: ExperimentConfig, outputs: Path) -> int:
+    """Show the graph at once, and then what its stages need: a child that imports torch answers that."""
     from async_grpo_experiments.runner.graph import graph_of, jobs_of
 
     graph = graph_of(config)
     print(f"{counted(len(jobs_of(config)), 'job')}, {counted(len(graph), 'stage')}")
     for name, stage in graph.items():
         needs = f" needs {', '.join(stage.needs)}" if stage.needs else ""
-        print(printable(f"  {name}{needs}"))
+        print(printable(f"  {name}{needs}"), flush=True)
+    _forecast(config, outputs)
     return 0
+
+
+def _forecast(config: ExperimentConfig, outputs: Path) -> None:
+    """Memory, disk and time by kind of stage, measured where an experiment of this outputs folder had such stages."""
+    from async_grpo_experiments.runner import experiment
+    from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
+    from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds
+    from async_grpo_experiments.runner.run import MEMORY, SECONDS
+
+    try:
+        answers = experiment.ask_forecast(config)
+    except UsageError as error:
+        print(printable(f"memory and disk are unknown: {error}"))
+        answers = {}
+    peaks, seconds = MemoryPeaks(outputs / MEMORY), StageSeconds(outputs / SECONDS).by_kind
+    by_kind: dict[str, list[Stage]] = {}
+    for stage in graph_of(config).values():
+        by_kind.setdefault(kind_of(stage, config), []).append(stage)
+    rows, disk = [], 0
+    for kind, stages in by_kind.items():
+        job, measured, answer = stages[0].job, peaks.needed(stages[0], config), answers.get(kind)
+        estimated = "unknown" if answer is None else f"~{size(answer['memory'])}"
+        memory = estimated if measured is None else size(measured)
+        disk += 0 if answer is None else answer["disk"] * len(stages)
+        took = for_people(seconds[kind]) if kind in seconds else "unknown"
+        name = f"{job.algo or 'reference'} {stages[0].kind}, {job.family}"
+        rows.append([name, str(len(stages)), memory, "unknown" if answer is None else size(answer["disk"]), took])
+    options.print_table("each stage", ["kind", "stages", "memory", "disk", "time"], rows)
+    known = sum(seconds[kind] * len(stages) for kind, stages in by_kind.items() if kind in seconds)
+    rest = sum(len(stages) for kind, stages in by_kind.items() if kind not in seconds)
+    unknown = f"; {counted(rest, 'stage')} of kinds that have not run in {outputs} yet" if rest else ""
+    took = f"{for_people(known)} one after another" if known else "time unknown"
+    print(printable(f"all stages: {size(disk) if answers else 'unknown'} on disk, {took}{unknown}"))
+    print("~: by the rules of `train --dry-run`; other memory was measured, and has a tenth added")

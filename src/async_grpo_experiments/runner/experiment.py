@@ -37,6 +37,7 @@ from async_grpo_experiments.slots.slurm import SlurmStarter, check_cluster, end_
 from async_grpo_experiments.slots.starter import LocalStarter, OpenStarter
 
 LEDGER, LOCK, SLURM = "slots.jsonl", "experiment.lock", "slurm"
+FORECAST_S = 300.0
 STAGES = (sys.executable, "-m", "async_grpo_experiments.runner.stages")
 
 
@@ -62,6 +63,21 @@ def check_stages(config: ExperimentConfig) -> None:
     )
     if found.returncode:
         raise UsageError(last_line(found.stderr).removeprefix("error: "))
+
+
+def ask_forecast(config: ExperimentConfig) -> dict[str, dict[str, int]]:
+    """Bytes of memory and disk by kind of stage, which a child with torch answers. `UsageError` with why it cannot."""
+    command = [*STAGES, "forecast"]
+    try:
+        found = subprocess.run(
+            command, input=json.dumps(as_json(config)), text=True, capture_output=True, check=False, timeout=FORECAST_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"models and datasets were not read within {FORECAST_S:g} s") from None
+    if found.returncode:
+        raise UsageError(last_line(found.stderr).removeprefix("error: "))
+    answer: dict[str, dict[str, int]] = json.loads(last_line(found.stdout))
+    return answer
 
 
 def run_experiment(

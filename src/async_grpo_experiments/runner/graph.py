@@ -120,6 +120,13 @@ def around(graph: Mapping[str, Stage], job: str) -> dict[str, Stage]:
     return {name: stage for name, stage in graph.items() if name in names}
 
 
+def kind_of(stage: Stage, config: ExperimentConfig) -> str:
+    """What stages of the same needs have in common: algorithm, stage, model and batch."""
+    keys = config.algos.get(stage.job.algo, {})
+    batch = f"{keys.get('batch_size')}/{config.training.micro_batch_size}/{config.generation.batch_size}"
+    return f"{stage.job.algo or 'reference'} {stage.kind} {config.models[stage.job.family].ref} {batch}"
+
+
 def keys_of(config: ExperimentConfig, stage: Stage) -> dict[str, Any]:
     """The part of the configuration that makes what this stage leaves, flat: `algos.PITA.lr`, ….
 

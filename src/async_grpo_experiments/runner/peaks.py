@@ -1,7 +1,8 @@
-"""The memory that stages have had, by which the next ones like them are packed."""
+"""The memory that stages have had, by which the next ones like them are packed; and the time that they have taken."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo_experiments.runner.config import DEFAULT_BATCH, ExperimentConfig
-from async_grpo_experiments.runner.graph import Stage
+from async_grpo_experiments.runner.graph import Stage, kind_of
 from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.places import Place
 
@@ -29,7 +30,7 @@ class MemoryPeaks:
 
     def needed(self, stage: Stage, config: ExperimentConfig) -> int | None:
         """Bytes to reserve; None: unknown, so it gets its place alone."""
-        peak = self._peaks.get(self._key(stage, config))
+        peak = self._peaks.get(kind_of(stage, config))
         return None if peak is None or config.system.gpus_per_job > 1 else int(peak * MARGIN)
 
     def peak_of(self, stage: Stage, folder: Path, config: ExperimentConfig, seen: int = 0) -> int:
@@ -37,17 +38,29 @@ class MemoryPeaks:
         peak = seen
         with suppress(FileNotFoundError, BadFileError, KeyError, ValueError, TypeError):
             peak = max(seen, int(read_object(folder / USAGE)["peak_bytes"]))
-        key = self._key(stage, config)
+        key = kind_of(stage, config)
         if peak > self._peaks.get(key, 0):
             self._peaks[key] = peak
             with suppress(DiskFullError):  # it costs a better packing later, no stage
                 write_json(self._path, self._peaks)
         return peak
 
-    def _key(self, stage: Stage, config: ExperimentConfig) -> str:
-        keys = config.algos.get(stage.job.algo, {})
-        batch = f"{keys.get('batch_size')}/{config.training.micro_batch_size}/{config.generation.batch_size}"
-        return f"{stage.job.algo} {stage.kind} {config.models[stage.job.family].ref} {batch}"
+
+class StageSeconds:
+    """How long the last stage of each kind took, for all experiments of one outputs folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.by_kind = {str(key): float(value) for key, value in read_object(path).items()}
+        except (FileNotFoundError, BadFileError, ValueError, TypeError):
+            self.by_kind = {}
+
+    def note(self, seconds: Mapping[str, float]) -> None:
+        """Keep what these kinds of stages took."""
+        self.by_kind |= seconds
+        with suppress(DiskFullError):  # it costs a forecast
+            write_json(self._path, self.by_kind)
 
 
 def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:

@@ -19,9 +19,9 @@ from async_grpo.rundir.files import write_json
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ExperimentConfig
 from async_grpo_experiments.runner.gpu_use import GpuUse
-from async_grpo_experiments.runner.graph import Stage, keys_of, stages_by_job
+from async_grpo_experiments.runner.graph import Stage, keys_of, kind_of, stages_by_job
 from async_grpo_experiments.runner.on_disk import OnDisk, state_of
-from async_grpo_experiments.runner.peaks import MemoryPeaks, way_out
+from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, way_out
 from async_grpo_experiments.runner.priority import chains_left, named
 from async_grpo_experiments.runner.run_log import ExperimentLog
 from async_grpo_experiments.runner.screen import ExperimentScreen
@@ -32,7 +32,7 @@ from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.slots.starter import OpenStarter
 
-JOB_STATES, MEMORY = "job_states.json", "memory.json"
+JOB_STATES, MEMORY, SECONDS = "job_states.json", "memory.json", "seconds.json"
 GRACE_S = 15.0
 CommandOf: TypeAlias = Callable[[Path, Stage, str], Sequence[str]]  # folder, stage, token: a command line
 
@@ -83,6 +83,12 @@ class ExperimentRun:
         with stopped_by_signals(schedule.stop), self._screen:
             schedule.run()
         self._write_states()
+        took = {
+            kind_of(stage, self._config): self._ledger.records[name].seconds
+            for name, stage in self._graph.items()
+            if name in self._digests and self._ledger.records[name].seconds
+        }
+        StageSeconds(self._root.parent.parent / SECONDS).note(took)
         return schedule.stopping
 
     def _look(self) -> None:

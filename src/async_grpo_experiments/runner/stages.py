@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -144,6 +144,7 @@ class Work:
 
     def evaluate(self, partial: Path) -> None:
         found: list[EvaluatedSet] = []
+        guided = self.job.algo in GUIDED
         for dataset in self.config.evaluated_sets(self.job.dataset):
             figures = self.folder / f"evaluating_{dataset}.json"
             run = self._begin(partial, f"evaluating_{dataset}", figures)
@@ -228,7 +229,10 @@ class Work:
         """Run one command to its end. `AsyncGRPOError`: it failed."""
         arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
         arguments += ["--deterministic"] if self.config.system.deterministic else []
-        arguments += ["--worker-device-ids", ",".join(map(str, range(gpus)))] if (gpus := _visible_gpus()) else []
+        if gpus := _visible_gpus():
+            arguments += ["--worker-device-ids", ",".join(map(str, range(gpus)))]
+        elif len(os.sched_getaffinity(0)) == 1:
+            arguments += ["--num-workers", "1"]  # a second one would share the core
         arguments += ["--resume"] if run.exists() else []
         child = subprocess.Popen([*held_by_us(), sys.executable, "-m", "async_grpo.cli", *arguments])
         asked: list[int] = []
@@ -377,6 +381,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if list(arguments) == ["check"]:
             check(checked(json.loads(sys.stdin.read())))
+            return 0
+        if list(arguments) == ["forecast"]:
+            from async_grpo_experiments.runner.forecast import forecast
+
+            found = forecast(checked(json.loads(sys.stdin.read())))
+            print(json.dumps({kind: asdict(one) for kind, one in found.items()}))
             return 0
         root, job, kind, token = arguments
         work = work_of(Path(root), job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,13 @@ from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
+from async_grpo_experiments.runner.composition import composed, place_of_conf
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.config_files import changed, write_config
-from async_grpo_experiments.runner.graph import graph_of, keys_of
+from async_grpo_experiments.runner.graph import graph_of, keys_of, kind_of
+from async_grpo_experiments.runner.peaks import StageSeconds
 from async_grpo_experiments.runner.priority import chains_left, estimate_job_priority, named
+from async_grpo_experiments.runner.run import SECONDS
 from async_grpo_experiments.slots.ledger import RUNNING, Ledger, Record
 
 
@@ -169,11 +173,32 @@ class TestWithHydra:
         pytest.importorskip("hydra")
         monkeypatch.chdir(tmp_path)
 
+    @pytest.fixture(autouse=True)
+    def offline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(experiment, "ask_forecast", lambda config: {})
+
     def test_a_dry_run_shows_jobs_and_graph(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["experiment", "experiment.name=x", "gpu=a100_40gb", "--dry-run"]) == 0
         said = capsys.readouterr().out
         assert "9 jobs, 25 stages" in said
         assert "PITA_llama_GSM8K_r2.generate needs PITA_llama_GSM8K_r1.train" in said
+        assert "25 stages of kinds that have not run in outputs yet" in said
+
+    def test_the_time_of_a_kind_is_that_of_its_last_stage(self, capsys: pytest.CaptureFixture[str]) -> None:
+        keys = ["algos.PITA.enabled=false", "algos.DPO.enabled=false", "algos.GRPO.enabled=false"]
+        config = checked(composed(place_of_conf(), ["experiment.name=x", *keys]))
+        for stage in graph_of(config).values():
+            StageSeconds(Path(SECONDS)).note({kind_of(stage, config): 3600.0})
+        assert main(["experiment", "experiment.name=x", *keys, "--outputs", ".", "--dry-run"]) == 0
+        assert "all stages: unknown on disk, 7 h 0 min one after another\n" in capsys.readouterr().out
+
+    def test_a_dry_run_imports_no_torch(self) -> None:
+        code = (
+            "import sys; from async_grpo_experiments.runner import experiment; experiment.ask_forecast = lambda _: {};"
+            "from async_grpo.cli import main; code = main(['experiment', 'experiment.name=x', '--dry-run']);"
+            "sys.exit(code or {'torch', 'scipy', 'transformers'} & {*sys.modules})"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     @pytest.mark.parametrize(
         ("keys", "said"),
@@ -197,13 +222,3 @@ class TestWithHydra:
         assert main(["experiment", "--dry-run"]) == 0
         assert main(["experiment", "--init"]) == 2
         assert "conf exists" in capsys.readouterr().err
-
-
-def test_a_dry_run_needs_no_torch() -> None:
-    import subprocess
-
-    code = "import sys, async_grpo_experiments.cli.experiment, async_grpo_experiments.runner.experiment"
-    found = subprocess.run(
-        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"], check=False
-    )
-    assert found.returncode == 0

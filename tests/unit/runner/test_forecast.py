@@ -1,0 +1,57 @@
+"""What stages need, by models that are built without weights: held against the models themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from experiment_yard import tree
+
+from async_grpo.errors import UsageError
+from async_grpo_experiments.runner import experiment
+from async_grpo_experiments.runner.config import checked
+from async_grpo_experiments.runner.forecast import forecast
+from async_grpo_experiments.runner.graph import graph_of, kind_of
+from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
+
+KEYS = {
+    "datasets": {"ascents": {}},
+    "training": {"datasets": ["ascents"], "micro_batch_size": 4, "gradient_checkpointing": False},
+    "generation": {"max_new_tokens": 7, "batch_size": 16},
+    "data_collection": {"max_examples": 10},
+    "algos": {"QSharp": {}, "DPO": {}, "GRPO": {}},
+}
+
+
+def test_a_stage_holds_its_models_as_often_as_it_needs_them(tmp_path: Path) -> None:
+    tokenizer = words_tokenizer("abcdefgh")
+    model = small_transformer(tokenizer)
+    weights, backbone = (
+        sum(tensor.nbytes for tensor in (*one.parameters(), *one.buffers())) for one in (model, model.base_model)
+    )
+    config = checked(tree(models={"tiny": {"ref": save(tmp_path / "reference", model, tokenizer)}}, **KEYS))
+    found = forecast(config)
+    stages = {name: found[kind_of(stage, config)] for name, stage in graph_of(config).items()}
+    layers, tokens = 2, 1 + 7
+    cache = 16 * tokens * layers * 2 * 64 * 4  # a key and a value of 64 numbers
+    assert stages["reference_tiny_ascents.evaluate"].memory == 3 * weights + cache
+    assert stages["QSharp_tiny_ascents_r1.evaluate"].memory == 3 * weights + cache + backbone
+    head, dpo, grpo = (stages[f"{algo}_tiny_ascents_r1.train"] for algo in ("QSharp", "DPO", "GRPO"))
+    assert grpo.memory - dpo.memory == 2 * weights
+    assert 4 * backbone < head.memory < 5 * weights < dpo.memory
+    assert (head.disk, dpo.disk) == (2 * backbone, 2 * weights)
+
+
+def test_a_model_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="nowhere/model"):
+        experiment.ask_forecast(checked(tree(models={"tiny": {"ref": "nowhere/model"}}, **KEYS)))
+
+
+def test_a_child_answers_by_kind(tmp_path: Path) -> None:
+    tokenizer = words_tokenizer("abcdefgh")
+    reference = save(tmp_path / "reference", small_transformer(tokenizer), tokenizer)
+    config = checked(tree(models={"tiny": {"ref": reference}}, **KEYS))
+    answer = experiment.ask_forecast(config)
+    assert {*answer} == {kind_of(stage, config) for stage in graph_of(config).values()}
+    assert all(one["memory"] > 0 for one in answer.values())
