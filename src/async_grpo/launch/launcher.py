@@ -19,8 +19,7 @@ from async_grpo.archive import checkpoint_folders
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
 from async_grpo.launch.child_log import LogTail, last_line
-from async_grpo.launch.killed import MemoryWatch
-from async_grpo.launch.room import crowding, require_room
+from async_grpo.launch.room import MemoryWatch, crowding, require_room
 from async_grpo.launch.screen import open_screen
 from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exits, Restart, Supervisor, exit_reason
 from async_grpo.records import WorkerId

@@ -1,14 +1,17 @@
-"""Whether this machine has room for as many workers as a run is to have."""
+"""The memory of this machine or container: whether workers have room, and whether one was killed for lack of it."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
 
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 WORKER_BYTES = 400_000_000  # of its own, with torch, transformers and TRL imported and no model yet: measured, on a CPU
 
 
@@ -50,7 +53,7 @@ class MemoryGroup:
     used: int  # without the files that the kernel would drop from its cache
 
 
-def memory_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> MemoryGroup | None:
+def memory_group(root: Path = _CGROUPS, own: Path = _MEMBERSHIP) -> MemoryGroup | None:
     """The tightest memory limit of the control groups (version 2) above this process; None without one."""
     try:
         lines = own.read_text().splitlines()
@@ -80,3 +83,36 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
+
+
+class MemoryWatch:
+    """Remembers how often the kernel had killed a process of our control group for lack of memory when it was made."""
+
+    def __init__(self) -> None:
+        self._before = _kills_of_our_group()
+
+    def lacked(self) -> bool:
+        """Whether the kernel has killed one since."""
+        return _kills_of_our_group() > self._before
+
+    def verdict(self) -> str:
+        """A phrase about a process that SIGKILL ended: out of memory, or that nothing is known of it."""
+        if self.lacked():
+            return "most likely out of memory: the kernel has killed a process of its control group for that meanwhile"
+        return "by another process: its control group has reported no lack of memory"
+
+
+def _kills_of_our_group() -> int:
+    """For lack of memory, its own or the machine's, in the group of this process and so of its children."""
+    with suppress(OSError):
+        for line in _MEMBERSHIP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                counters = _CGROUPS / path.lstrip("/") / "memory.events"
+            elif "memory" in controllers.split(","):
+                counters = _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
+            else:
+                continue
+            with suppress(OSError, ValueError, KeyError):  # not this kernel's, or not to be seen from a container
+                return int(dict(map(str.split, counters.read_text().splitlines()))["oom_kill"])
+    return 0

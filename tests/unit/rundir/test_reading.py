@@ -121,7 +121,6 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "checks/probe.py": "in a temporary folder",
     "checks/bug_report/stacks.py": "/proc",
     "envs/openenv.py": "the answer of a server that the user names",
-    "launch/killed.py": "/proc and /sys",
     "launch/room.py": "/proc and /sys",
     "nodes/node.py": "/proc",
     "reports/rollouts_page.py": "of the package",
