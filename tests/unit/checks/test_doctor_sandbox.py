@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.checks.doctor.finding import Level
-from async_grpo.checks.doctor.sandbox import sandbox
+from async_grpo.checks.doctor.machine import sandbox
 from async_grpo.rewards.sandbox import SWITCH
 
 
@@ -28,6 +28,6 @@ def test_without_bubblewrap_the_switch_is_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_where_programs_can_be_isolated_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1")
-    monkeypatch.setattr("async_grpo.checks.doctor.sandbox.run_code", lambda source: None)
+    monkeypatch.setattr("async_grpo.checks.doctor.machine.run_code", lambda source: None)
     [found] = sandbox()
     assert found.level is Level.OK

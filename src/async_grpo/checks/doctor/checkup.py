@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import cluster, gpu, machine, packages, sandbox, setup, weights
+from async_grpo.checks.doctor import cluster, gpu, machine, packages, setup, weights
 from async_grpo.checks.doctor.finding import Check, Finding, Level, error
 
 
@@ -26,7 +26,7 @@ def checks(
         lambda: gpu.presence(found),
         lambda: gpu.modes(found),
         machine.memory,
-        sandbox.sandbox,
+        machine.sandbox,
         lambda: machine.room(run_dir),
         lambda: machine.place(run_dir),
         lambda: _devices(found),

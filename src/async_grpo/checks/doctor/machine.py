@@ -1,4 +1,4 @@
-"""Memory and disk: what is left for a run, and whether its queue can be in its directory."""
+"""What the machine has for a run: memory, disk, a place for its queue, and the isolation of programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
 from async_grpo.launch.room import memory_group
+from async_grpo.rewards.sandbox import SWITCH, SandboxError, run_code
 from async_grpo.rundir.folders import check_place, nearest_existing
 
 LITTLE_MEMORY = 2_000_000_000  # a server and a worker take about 1 GB before there is a model
@@ -67,3 +68,16 @@ def place(run_dir: Path) -> Iterator[Finding]:
         yield error("run directory", str(refusal).split(". ")[0], fix)
     else:
         yield ok("run directory", f"{run_dir}: on a local disk, yours to write to")
+
+
+def sandbox() -> Iterator[Finding]:
+    """An error only where the run is to execute programs: the switch is set."""
+    if os.environ.get(SWITCH) != "1":
+        yield ok("sandbox", f"programs that a model wrote are not run: {SWITCH} is not 1")
+        return
+    try:
+        run_code("pass")
+    except SandboxError as refusal:
+        yield error("sandbox", str(refusal), f"apt-get install bubblewrap, or unset {SWITCH}.")
+    else:
+        yield ok("sandbox", "programs that a model wrote are isolated by bubblewrap")
