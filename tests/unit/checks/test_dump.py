@@ -218,35 +218,6 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named_by_the_handler_of_c(ro
             process.kill()
 
 
-TORN_AT_FIRST = """
-import signal, sys, time
-from async_grpo.setup.process import STACKS_SIGNAL
-
-stacks = open(sys.argv[1], "w", buffering=1)
-whole = '  File "a.py", line 3 in waits\\n  File "a.py", line 9 in <module>'
-told = iter(['  File "/", line ??? in ???\\n' + whole, '  File "a.py", line 3 in waits', whole])
-signal.signal(STACKS_SIGNAL, lambda *_: stacks.write(next(told) + "\\n"))
-print("ready", flush=True)
-while True:
-    time.sleep(100)
-"""
-
-
-def test_torn_stacks_are_asked_for_again(root: Path) -> None:
-    path = RunDir(root).stacks("rank1")
-    path.parent.mkdir(exist_ok=True)
-    with subprocess.Popen([sys.executable, "-c", TORN_AT_FIRST, path], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            [found] = run_processes(RunDir(root))
-            assert (
-                stacks_of(found, timeout_s=DEADLINE_S)
-                == '  File "a.py", line 3 in waits\n  File "a.py", line 9 in <module>\n'
-            )
-        finally:
-            process.kill()
-
-
 def test_a_stopped_server_is_not_waited_for_and_goes_on_later(root: Path) -> None:
     with server(root, "listens") as process:
         process.send_signal(signal.SIGSTOP)

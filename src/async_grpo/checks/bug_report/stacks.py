@@ -31,9 +31,6 @@ from async_grpo.setup.process import STACKS_SIGNAL, STACKS_THREAD
 ANSWER_S = 10.0  # a process answers in milliseconds, on a busy machine in seconds, or is stopped or in the kernel
 _POLL_S = 0.02
 _QUIET_S = 0.2  # without another line for this long, the writer has ended
-_TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it
-_ROOTS = ("in <module>", "in _run_module_as_main", "...")  # ends of the main thread's stack, which is the last
-_ASKED = 10  # times at most, until no stack is torn
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call that signals a thread; older C libraries have no function
 
 
@@ -78,9 +75,8 @@ def _has_open(pid: int, path: Path) -> bool:
 def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
     """Ask for the stacks of all threads; without an answer, a sentence that says why.
 
-    The process is signalled only where its thread for stacks does not answer (`process.write_stacks_on_signal`). Then a
-    thread that runs is not halted, so its stack may be torn: they are asked for again
-    (`test_torn_stacks_are_asked_for_again`).
+    The process is signalled, and once, only where its thread for stacks does not answer: a call of C keeps the
+    interpreter's lock then, so no other thread runs whose stack could be torn (`process.write_stacks_on_signal`).
     """
     try:
         pidfd = os.pidfd_open(process.pid)
@@ -101,12 +97,9 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
             text = _new_text(process.stacks, before, timeout_s / 2)
             if text or _state(process.pid) == psutil.STATUS_STOPPED:  # it answers when it continues
                 return text or _silence(process, timeout_s)
-        for _ in range(_ASKED):
-            before = _length(process.stacks)
-            signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
-            text = _new_text(process.stacks, before, timeout_s)
-            if not text or (_TORN not in text and text.rstrip().endswith(_ROOTS)):
-                break
+        before = _length(process.stacks)
+        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
+        text = _new_text(process.stacks, before, timeout_s)
     except ProcessLookupError:
         return f"{process.name} (pid {process.pid}) ended just now.\n"
     finally:
