@@ -23,6 +23,7 @@ from async_grpo.deltas.checkpoint import keep_surroundings, names_in_adapter
 from async_grpo.deltas.writer import ChainWriter, Written
 from async_grpo.errors import AsyncGRPOError, DeltaChainError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted, size
+from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.telemetry.waiting import wait_until
 from async_grpo_ipc.delta import Buffer
 from async_grpo_ipc.delta.buffers import digest_of
@@ -205,7 +206,7 @@ def _open(
     keeping: Keeping, model: nn.Module, tokenizer: object, changing: dict[str, Tensor], frozen: dict[str, Tensor]
 ) -> tuple[ChainWriter, Buffers]:
     """The writer, and the frozen tensors that are part of every version."""
-    is_adapter = hasattr(model, "peft_config")
+    of_adapter = is_adapter(model)
     try:
         require_known({**changing, **frozen}.items())
     except DeltaError as error:
@@ -213,9 +214,9 @@ def _open(
     about = About(
         chain=uuid4().hex,
         run_id=keeping.run_id,
-        kind="adapter" if is_adapter else "model",
-        frozen=digest_of(copied((name, frozen[name]) for name in sorted(frozen))) if is_adapter else None,
-        names=names_in_adapter(model) if is_adapter else {},
+        kind="adapter" if of_adapter else "model",
+        frozen=digest_of(copied((name, frozen[name]) for name in sorted(frozen))) if of_adapter else None,
+        names=names_in_adapter(model) if of_adapter else {},
     )
     writer = ChainWriter(keeping.folder, about, full_every=keeping.full_every, keep=keeping.keep)
     try:
@@ -223,4 +224,4 @@ def _open(
     except BaseException:
         writer.close()
         raise
-    return writer, {} if is_adapter else dict(copied(frozen.items()))
+    return writer, {} if of_adapter else dict(copied(frozen.items()))
