@@ -19,7 +19,7 @@ from trl.scripts import grpo
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.settings import flag_name
 from async_grpo.setup.generated.trl_command import TRLCommand
-from async_grpo.setup.generated.trl_flags import OURS, argument_types, split
+from async_grpo.setup.generated.trl_flags import argument_types, split
 from async_grpo.training.trl_trainer import fit
 
 pytestmark = pytest.mark.integration
@@ -185,9 +185,9 @@ def test_the_arguments_are_in_the_sources_where_we_read_them() -> None:
 def test_which_names_train_shares_with_trl() -> None:
     from async_grpo.cli.compute.train import build_parser
 
-    ours = {action.dest for action in build_parser()._actions}
-    assert set(OURS) == ours & argument_types().keys(), "docs/trl_command.md lists them"
-    taken = split([text for name in OURS for text in (flag_name(name), "1")], build_parser()._option_string_actions)
+    shared = {action.dest for action in build_parser()._actions} & argument_types().keys()
+    assert shared == {"seed", "run_name", "log_level"}, "docs/trl_command.md lists them"
+    taken = split([text for name in shared for text in (flag_name(name), "1")], build_parser()._option_string_actions)
     assert taken.trl == []
 
 

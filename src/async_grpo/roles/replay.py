@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
-from async_grpo.training.corrections.rule import Rule, rule
+from async_grpo.training.corrections.rule import Rule, rule_of
 
 CHUNK_BYTES = 1 << 20  # a file of weights may be larger than the memory
 
@@ -154,21 +154,10 @@ def _replay(options: ReplayOptions, record: _ReplayRecord, output_dir: Path) -> 
 
 def _rule(options: ReplayOptions, run: TrainingSettings) -> Rule:
     """What the command line asks for; what it leaves open as in the run, unless it names another correction."""
-    if options.correction is not None:
-        return rule(
-            options.correction,
-            options.correction_level,
-            options.correction_min,
-            options.correction_max,
-            step_scaling=run.step_scaling,
-        )
-    return rule(
-        run.correction,
-        options.correction_level or run.correction_level,
-        run.correction_min if options.correction_min is None else options.correction_min,
-        run.correction_max if options.correction_max is None else options.correction_max,
-        step_scaling=run.step_scaling,
-    )
+    names = ("correction", "correction_level", "correction_min", "correction_max")
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    others: dict[str, Any] = dict.fromkeys(names) if "correction" in asked else {}
+    return rule_of(replace(run, **{**others, **asked}))
 
 
 def _sampled(processes: Sequence[ServerProcess], trainer: Any, state: RunState) -> list[Sampler]:

@@ -88,3 +88,19 @@ def _written_and_read(folder: Path, sampled: Sampler) -> Sampler | None:
     assert process.sampled == sampled
     assert not broken
     return process.sampled
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ("tis", "token", 0.0, 3.0)),
+        ({"correction_min": 0.5}, ("tis", "token", 0.5, 3.0)),
+        ({"correction": "icepop"}, ("icepop", "token", 0.5, 5.0)),
+        ({"correction": "tis", "correction_level": "geometric"}, ("tis", "geometric", 0.0, 2.0)),
+    ],
+    ids=str,
+)
+def test_options_of_the_runs_correction_are_not_those_of_another_one(asked: dict[str, Any], expected: Any) -> None:
+    run = planned(correction="tis", correction_max=3.0).training
+    found = replay._rule(replay.ReplayOptions(run_dir=Path("run"), **asked), run)
+    assert (found.name, found.level, found.least, found.most) == expected

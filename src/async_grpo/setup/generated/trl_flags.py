@@ -21,9 +21,6 @@ _SOURCES = (
 )
 """What the parser of `trl grpo` is made of; tests/integration/test_trl_command.py compares with that parser."""
 
-OURS = ("seed", "run_name", "log_level")
-"""On a command line these are options of `async-grpo train`, in a YAML file TRL's. The first two mean the same."""
-
 _ACCELERATE = (
     *("accelerate_config", "config_file", "num_processes", "num_machines", "machine_rank", "gpu_ids", "multi_gpu"),
     *("main_process_ip", "main_process_port", "mixed_precision", "use_fsdp", "use_deepspeed", "dynamo_backend", "cpu"),
