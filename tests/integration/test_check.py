@@ -55,7 +55,7 @@ PLANTED_CASES = {
     "counter": ("reward counts_calls", "differs", "It changes calls"),
     "callback": ("reward reads_phase", "differs", "It reads phase, which is 0 in the worker and 0, 1 in plain TRL"),
     "clock": ("reward reads_clock", "unknown", "another value each time"),
-    "draws": ("reward draws", "documented", "It draws random numbers"),
+    "draws": ("reward draws", "unknown", "It draws random numbers"),
     "seed": ("batches", "differs", "reseeds sets torch's seed or draws from it"),
     "batch": ("reward compares", "documented", "compares the completions of a call"),
     "generation_config": ("sampling", "differs", "in the server only"),
