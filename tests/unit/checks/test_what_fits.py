@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -108,6 +109,71 @@ def test_a_whole_step_on_a_gpu_takes_what_the_notes_of_trl_say(sequences: int, s
     of = of_size(999_885_952, GEMMA_3_1B, batch=batch(sequences), max_completion_length=8192)
     gib = need_of(of, on_gpu=True, published=False) / GIB
     assert gib == pytest.approx(ours, abs=0.005) and gib == pytest.approx(stated, rel=0.06)
+
+
+# --- 7 B with a critic
+
+
+@functools.cache
+def policy_and_critic_of_7b() -> tuple[Parameters, Shape | None, int]:
+    """What a dry run reads of the two. They have no weights here."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from async_grpo.checks.plan.describe import parameters_of, shape_of
+    from async_grpo.credit import critic
+
+    sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    config = Qwen2Config(**sizes, intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False)
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return parameters_of(policy), shape_of(policy), critic.parameters_of(policy, None, None, None)
+
+
+def seven_billion_with_critic(gpus: int) -> TrainerFacts:
+    """As `main_ppo` has it by default: fp32 under autocast, micro-batches of 8, 512 + 512 tokens."""
+    parameters, shape, critic = policy_and_critic_of_7b()
+    return facts(
+        parameters=parameters,
+        shape=shape,
+        trained_besides=critic,
+        batch=batch(8, group=1, passes=32, processes=gpus),
+        optimizer="adamw_torch_fused",
+        precision="bf16",
+        longest_prompt=512,
+        max_completion_length=512,
+        sharded_over=gpus,
+        published_in_host_memory=gpus > 1,
+    )
+
+
+def test_policy_and_critic_of_7b_are_what_their_sizes_come_to() -> None:
+    of = seven_billion_with_critic(1)
+    queries, keys, mlp, norms = 2 * 3584 * 3584 + 3584, 2 * (3584 * 512 + 512), 3 * 3584 * 18944, 2 * 3584
+    body = 28 * (queries + keys + mlp + norms) + 152064 * 3584 + 3584
+    assert of.parameters.count == of.parameters.trained == body + 152064 * 3584
+    assert of.trained_besides == body + 3584 + 1, "a head of one number with a bias in place of the vocabulary's"
+    numbers = of.parameters.count + of.trained_besides
+    assert estimate(of).trainer == 16 * numbers + 512, "weight, gradient, AdamW's two, and 64 frequencies, twice"
+    of_a_layer = 2 * (6 * 3584 + 4 * 3584 + 4 * 512 + 4 * 18944) + 8 * 3584
+    inputs, autocast = 28 * 3584 * 2, 2 * of.parameters.count
+    assert activation_bytes(of, on_gpu=True) == 8 * 1024 * (inputs + of_a_layer) + autocast
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(1, False), (2, False), (4, False), (6, True), (8, True)])
+def test_the_table_of_7b_with_a_critic_is_what_a_dry_run_says(gpus: int, fits: bool) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "ppo.md").read_text()
+    of = seven_billion_with_critic(gpus)
+    held, activations = estimate(of).trainer, activation_bytes(of, on_gpu=True) or 0
+    beside = 0 if of.published_in_host_memory else estimate(of).published
+    figures = [held / gpus, beside, activations, held / gpus + beside + activations]
+    row = " | ".join([str(gpus), *(f"{figure / GB:.1f} GB" for figure in figures), "yes" if fits else "no"])
+    assert f"| {row} |" in page
+    assert trainer_fit(of, 80 * GB).fits is fits
+    assert f"{figures[-1] / GB:.1f} GB" in trainer_fit(of, 80 * GB).text
+    if gpus == 4:
+        change = best_change(of)
+        assert change is not None and change.text == "FSDP2 over 8 GPUs instead of 4"
 
 
 # --- 7 B on 40 GB

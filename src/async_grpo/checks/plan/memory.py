@@ -302,8 +302,9 @@ def _changes(facts: TrainerFacts) -> Iterator[tuple[str, TrainerFacts]]:
         yield 'optim="adamw_8bit"', replace(facts, optimizer="adamw_8bit")
     if facts.reference_bytes:
         yield "beta=0, which needs no reference model", replace(facts, reference_bytes=0)
-    if facts.sharded_over == 1:
-        yield "FSDP2 over two GPUs (examples/accelerate/fsdp2.yaml)", replace(facts, sharded_over=2)
+    twice = replace(facts, sharded_over=2 * facts.sharded_over)
+    more = f"{twice.sharded_over} GPUs instead of {facts.sharded_over}"
+    yield f"FSDP2 over {more if facts.sharded_over > 1 else 'two GPUs (examples/accelerate/fsdp2.yaml)'}", twice
     if parameters.trained == parameters.count and facts.shape is not None:
         yield f"LoRA (r={_LORA_RANK}, all linear layers)", _with_lora(facts, facts.shape)
 
