@@ -20,7 +20,7 @@ from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
 from async_grpo.errors import UsageError
 from async_grpo.roles.evaluations import log_evaluation
 from async_grpo.roles.replay import checkpoint_digest
-from async_grpo.setup.overrides import overridden
+from async_grpo.setup.overrides import describe_overrides, overridden
 from async_grpo.tasks import MultiTask, score
 
 pytestmark = pytest.mark.integration
@@ -179,6 +179,7 @@ def test_quotas_are_the_floor_and_can_be_left_out(tmp_path: Path) -> None:
 def test_what_is_replaced_and_where_rewards_are_logged(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)()
     assert {"_get_train_sampler", "_generate_and_score_completions"} <= set(overridden(trainer))
+    assert not describe_overrides(trainer), "the setup file has written none of them"
     assert list(trainer._logs["rewards"]) == [] and trainer._logs["rewards"]["x"].maxlen is not None
 
 

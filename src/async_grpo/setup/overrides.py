@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.setup.replaced import class_of_trl, patched, replaced, replaced_by_user, users_class
+from async_grpo.setup.replaced import class_of_trl, is_of_ours, patched, replaced, replaced_by_user, users_class
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -142,7 +142,8 @@ def check_overrides(trainer: GRPOTrainer) -> None:
 def describe_overrides(trainer: GRPOTrainer) -> str:
     """What the user's code has replaced of TRL's trainer, and what each of it does; empty where that is nothing."""
     by_effect: dict[str, list[str]] = {}
-    for name in sorted(replaced_by_user(trainer)):
+    ours = {name for name, value in replaced(trainer).items() if is_of_ours(value)}  # of `MultiTask`
+    for name in sorted(replaced_by_user(trainer) - ours):
         by_effect.setdefault(HONOURED[name], []).append(name)
     return "; ".join(f"{', '.join(names)} ({effect})" for effect, names in by_effect.items())
 

@@ -106,6 +106,11 @@ def of_libraries(function: Any) -> bool:
     return True
 
 
+def is_of_ours(function: Any) -> bool:
+    """Whether a function is of a class of this package, which a setup file names and has not written."""
+    return _module(bare(function)).startswith("async_grpo.")
+
+
 def class_of_trl(trainer: Any) -> Any:
     """The class of TRL's that the user's derive from."""
     known = classes_of_trl()
