@@ -10,7 +10,6 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,8 @@ def load(files: Files, *, separate: bool = False, tokenizer: Any = None) -> Any:
 def _of_task(task: str, paths: Sequence[Path], tokenizer: Any, forms: dict[str, str]) -> Dataset:
     rows = [row for path in paths for row in _rows(path, task, tokenizer, forms)]
     if not rows:
-        raise no_rows(task, paths)
+        raise UsageError(f"task {task!r} has no rows ({', '.join(path.name for path in paths)})")
     return Dataset.from_list(rows)
-
-
-def no_rows(task: str, paths: Sequence[Path]) -> UsageError:
-    return UsageError(f"task {task!r} has no rows ({', '.join(path.name for path in paths)})")
 
 
 def _rows(path: Path, task: str, tokenizer: Any, forms: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -89,29 +84,18 @@ def _rows(path: Path, task: str, tokenizer: Any, forms: dict[str, str]) -> Itera
 
 
 def _cells(path: Path) -> Iterator[dict[str, Any]]:
-    with opened(path) as file:
-        names = file.schema_arrow.names
-        for batch in file.iter_batches(1024, columns=[name for name in (*REQUIRED, *OPTIONAL) if name in names]):
-            yield from batch.to_pylist()
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a `pyarrow.parquet.ParquetFile` that has the columns of a task.
-
-    Raises:
-        UsageError: there is no such file, it cannot be read, or it lacks a column.
-    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            missing = [name for name in REQUIRED if name not in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            missing = [name for name in REQUIRED if name not in names]
             if missing:
                 needed = ", ".join(REQUIRED)
                 raise UsageError(f"{path.name} has no column {', '.join(missing)}. It needs {needed}.")
-            yield file
+            for batch in file.iter_batches(1024, columns=[name for name in (*REQUIRED, *OPTIONAL) if name in names]):
+                yield from batch.to_pylist()
     except FileNotFoundError:
         raise UsageError(f"There is no file {path}.") from None
     except (pa.ArrowException, OSError) as error:

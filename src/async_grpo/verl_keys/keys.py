@@ -132,73 +132,58 @@ ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {  # what else of verl is ther
     "reward_model.enable": (("false",), "rewards are functions here: async_grpo.tasks.score.using"),
 }
 
-_ENGINE = "it is of verl's engines and what they hold in memory"
-_SHARDS = "FSDP2 shards the trainer over async.trainer_gpus_per_node GPUs"
-WITHOUT_EFFECT: Mapping[str, str] = {  # a key, or the beginning of keys; what the line says
-    "ray_init": "a cluster of Ray is started before the run, and found (--ray auto)",
-    "ray_kwargs": "a cluster of Ray is started before the run, and found (--ray auto)",
-    "actor_rollout_ref.hybrid_engine": "trainer and workers are processes of their own",
-    "actor_rollout_ref.ref": "TRL has the reference model where beta is not 0",
-    "actor_rollout_ref.nccl_timeout": _SHARDS,
-    **{
-        f"{role}.{name}": why
-        for role in (ACTOR, "critic", "critic.model", "critic.optim")
-        for name, why in (
-            *dict.fromkeys(("fsdp_config", "fsdp", "strategy", "ulysses_sequence_parallel_size"), _SHARDS).items(),
-            *dict.fromkeys(("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "use_torch_compile"), _ENGINE).items(),
-            *dict.fromkeys(("checkpoint", "profiler", "data_loader_seed", "shuffle"), _ENGINE).items(),
-        )
-    },
-    "critic.ppo_micro_batch_size_per_gpu": "the critic has the policy's micro-batches",
-    "critic.ppo_mini_batch_size": "the critic has the policy's mini-batches",
-    "critic.forward_micro_batch_size": "the critic has the policy's micro-batches",
-    "critic.ppo_epochs": "the critic trains with the policy, epoch by epoch",
-    "critic.model.use_remove_padding": _ENGINE,
-    "critic.model.enable_gradient_checkpointing": f"it is that of {MODEL}",
-    "critic.optim.weight_decay": "the critic has none",
-    "critic.optim.lr_warmup": "the critic's rate is constant",
-    **dict.fromkeys(
-        (
-            *(f"{MODEL}.{name}" for name in ("use_remove_padding", "use_shm", "use_fused_kernels", "use_liger")),
-            *(
-                f"{ROLLOUT}.{name}"
-                for name in (
-                    *("mode", "dtype", "enforce_eager", "free_cache_engine", "load_format", "max_num_batched_tokens"),
-                    *("max_num_seqs", "max_model_len", "enable_chunked_prefill", "enable_prefix_caching", "seed"),
-                    *("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
-                    *("calculate_log_probs", "disable_log_stats", "engine_kwargs", "agent", "ignore_eos"),
-                    *("prompt_length", "response_length", "layered_summon", "data_parallel_size"),
-                )
-            ),
-        ),
-        _ENGINE,
+
+def _of(names: str, *roles: str) -> str:
+    return " ".join(f"{role}.{name}" for role in roles for name in names.split())
+
+
+_ROLES = (ACTOR, "critic", "critic.model", "critic.optim")
+WITHOUT_EFFECT: Mapping[str, str] = {  # what the line says, and keys, or beginnings of keys
+    "a cluster of Ray is started before the run, and found (--ray auto)": "ray_init ray_kwargs trainer.ray_wait",
+    "trainer and workers are processes of their own": "actor_rollout_ref.hybrid_engine",
+    "TRL has the reference model where beta is not 0": "actor_rollout_ref.ref",
+    "FSDP2 shards the trainer over async.trainer_gpus_per_node GPUs": (
+        f"actor_rollout_ref.nccl_timeout {_of('fsdp strategy ulysses_sequence_parallel_size', *_ROLES)}"
     ),
-    "data.prompt_key": "the column is prompt",
-    "data.reward_fn_key": "the column is data_source",
-    "data.truncation": "a prompt that is too long is refused, or left out with data.filter_overlong_prompts=true",
-    "data.val_batch_size": "workers take the problems of an evaluation one by one",
-    "data.gen_batch_size": "a generation batch is data.train_batch_size",
-    "data.filter_overlong_prompts_workers": "it is quick enough",
-    "data.return_raw": "workers have the rows as they are",
-    "data.dataloader_num_workers": "TRL has the loader",
-    "data.trust_remote_code": "nothing of a model's repository is executed",
-    "reward_model": "rewards are chosen by data_source (async_grpo.tasks.score)",
-    "reward": "rewards are chosen by data_source (async_grpo.tasks.score)",
-    "custom_reward_function": "rewards are chosen by data_source (async_grpo.tasks.score)",
-    "algorithm.filter_groups": "no groups are filtered",
-    "algorithm.rollout_correction": "--correction of async-grpo train says how stale rollouts are corrected for",
-    "trainer.balance_batch": "TRL deals the batch",
-    "trainer.log_val_generations": "async-grpo rollouts shows what the model wrote",
-    "trainer.val_generations_to_log_to_wandb": "async-grpo rollouts shows what the model wrote",
-    "trainer.rollout_data_dir": "async-grpo rollouts shows what the model wrote",
-    "trainer.validation_data_dir": "async-grpo rollouts shows what the model wrote",
-    "trainer.max_critic_ckpt_to_keep": "the critic is in the policy's checkpoint",
-    "trainer.default_hdfs_dir": "checkpoints are in trainer.default_local_dir",
-    "trainer.del_local_ckpt_after_load": "checkpoints stay",
-    "trainer.esi_redundant_time": "SIGTERM writes a checkpoint",
-    "trainer.use_legacy_worker_impl": _ENGINE,
-    "trainer.ray_wait_register_center_timeout": "a cluster of Ray is started before the run, and found (--ray auto)",
-    "global_profiler": _ENGINE,
+    "it is of verl's engines and what they hold in memory": " ".join(
+        [
+            "global_profiler trainer.use_legacy_worker_impl",
+            _of("use_dynamic_bsz ppo_max_token_len_per_gpu use_torch_compile", *_ROLES),
+            _of("checkpoint profiler data_loader_seed shuffle", *_ROLES),
+            _of("use_remove_padding use_shm use_fused_kernels use_liger", MODEL),
+            "critic.model.use_remove_padding",
+            _of("mode dtype enforce_eager free_cache_engine load_format max_num_batched_tokens max_num_seqs", ROLLOUT),
+            _of("max_model_len enable_chunked_prefill enable_prefix_caching seed calculate_log_probs", ROLLOUT),
+            _of("log_prob_micro_batch_size log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", ROLLOUT),
+            _of("disable_log_stats engine_kwargs agent ignore_eos prompt_length response_length", ROLLOUT),
+            _of("layered_summon data_parallel_size", ROLLOUT),
+        ]
+    ),
+    "the critic has the policy's batches and passes": _of(
+        "ppo_micro_batch_size_per_gpu ppo_mini_batch_size forward_micro_batch_size ppo_epochs", "critic"
+    ),
+    f"it is that of {MODEL}": "critic.model.enable_gradient_checkpointing",
+    "the critic has no weight decay, and a constant rate": _of("weight_decay lr_warmup", "critic.optim"),
+    "the column is prompt": "data.prompt_key",
+    "the column is data_source": "data.reward_fn_key",
+    "a prompt that is too long is refused, or left out with data.filter_overlong_prompts=true": "data.truncation",
+    "workers take the problems of an evaluation one by one": "data.val_batch_size",
+    "a generation batch is data.train_batch_size": "data.gen_batch_size",
+    "the files are read at once, by TRL's loader": (
+        "data.filter_overlong_prompts_workers data.return_raw data.dataloader_num_workers"
+    ),
+    "nothing of a model's repository is executed": "data.trust_remote_code",
+    "rewards are chosen by data_source (async_grpo.tasks.score)": "reward_model reward custom_reward_function",
+    "no groups are filtered": "algorithm.filter_groups",
+    "--correction of async-grpo train says how stale rollouts are corrected for": "algorithm.rollout_correction",
+    "TRL deals the batch": "trainer.balance_batch",
+    "async-grpo rollouts shows what the model wrote": _of(
+        "log_val_generations val_generations_to_log_to_wandb rollout_data_dir validation_data_dir", "trainer"
+    ),
+    "checkpoints, with the critic, are in trainer.default_local_dir and stay": _of(
+        "max_critic_ckpt_to_keep default_hdfs_dir del_local_ckpt_after_load", "trainer"
+    ),
+    "SIGTERM writes a checkpoint": "trainer.esi_redundant_time",
 }
 
 
@@ -263,13 +248,10 @@ def _refuse_other(name: str, text: str) -> None:
 
 def _reason(name: str) -> str:
     """Why a key has no effect. `UsageError`: there is none of this name."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        beginning = ".".join(parts[:length])
-        if beginning in WITHOUT_EFFECT:
-            return WITHOUT_EFFECT[beginning]
-    for start, why in WITHOUT_EFFECT.items():
-        if "." in start and name.startswith(start + "_"):
+    for why, keys in WITHOUT_EFFECT.items():
+        if any(
+            name == key or name.startswith((f"{key}.", *([f"{key}_"] if "." in key else []))) for key in keys.split()
+        ):
             return why
     near = difflib.get_close_matches(name, KEYS, n=1)
     hint = f" Did you mean {near[0]}?" if near else " docs/ppo.md has those that there are."

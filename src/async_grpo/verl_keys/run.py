@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from datasets import Dataset
+
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted
-from async_grpo.tasks.files import files_by_task
-from async_grpo.tasks.overview import count_rows, seen_in_training
+from async_grpo.tasks import load
+from async_grpo.tasks.files import cut, files_by_task
 from async_grpo.verl_keys.devices import Devices
 from async_grpo.verl_keys.keys import ACTOR, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.setup_text import RUN, SetupText, is_ppo
@@ -81,8 +84,8 @@ def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
     _refuse_contradictions(keys, held_out is not None)
     devices = Devices.of(keys, visible_gpus)
     steps = Steps.of(keys, devices.ranks)
-    rows = count_rows(training)
-    total, whence = total_steps(keys, sum(rows.values()))
+    rows = load(training)
+    total, whence = total_steps(keys, len(rows))
     folder = _folder(keys)
     setup = SetupText(
         keys=keys,
@@ -92,7 +95,7 @@ def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
         folder=folder,
         training=training,
         held_out=held_out,
-        has_tasks=is_multi_task(keys, rows),
+        has_tasks=is_multi_task(keys, len(training)),
     )
     lines = [
         *keys.without_effect,
@@ -104,11 +107,8 @@ def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
         f"training: {steps.both(total)} ({whence})",
         *_frequencies(keys, steps, evaluates=held_out is not None),
     ]
-    if held_out is not None and (again := seen_in_training(training, held_out)):
-        lines.append(
-            f"warning: {len(again):,} of the {sum(count_rows(held_out).values()):,} rows of data.val_files have a "
-            f"prompt of data.train_files (the first: {again[0]}): their figures say nothing of new problems"
-        )
+    if held_out is not None:
+        lines += _seen_in_training(rows, load(held_out, separate=True))
     return VerlRun(
         folder=folder,
         setup=setup.text(),
@@ -163,10 +163,27 @@ def _other_nodes(keys: Keys) -> list[str]:
     return [f"nodes: {counted(others, 'other machine')} on Ray, which only generate"] if others else []
 
 
-def is_multi_task(keys: Keys, rows: Mapping[str, int]) -> bool:
+def is_multi_task(keys: Keys, tasks: int) -> bool:
     """Whether batches are made of tasks: mtl.enabled decides, else whether there are several."""
     asked = keys["mtl.enabled"]
-    return len(rows) > 1 if asked is None else bool(asked)
+    return tasks > 1 if asked is None else bool(asked)
+
+
+def _seen_in_training(training: Dataset, held_out: Mapping[str, Dataset]) -> Iterator[str]:
+    known = {*map(_text, training["prompt"])}
+    prompts = [_text(prompt) for rows in held_out.values() for prompt in rows["prompt"]]
+    if again := [text for text in prompts if text in known]:
+        yield (
+            f"warning: {len(again):,} of the {len(prompts):,} rows of data.val_files have a prompt of "
+            f"data.train_files (the first: {cut(repr(again[0]))}): their figures say nothing of new problems"
+        )
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    """As text: messages with one turn of the user are the text of that turn."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[0]["content"] if len(prompt) == 1 else json.dumps(prompt)
 
 
 def _files(text: str | None) -> dict[str, list[str]] | None:

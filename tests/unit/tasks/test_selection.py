@@ -1,4 +1,4 @@
-"""Which rows are used, and what is known of files before their cells are read."""
+"""Which of the rows are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from parquet_files import parquet, row
 
 from async_grpo.errors import UsageError
 from async_grpo.tasks import load, sampled, within
-from async_grpo.tasks.overview import count_rows, seen_in_training
 
 
 class Words:
@@ -51,13 +50,3 @@ def test_a_sample_has_of_each_task_its_share(tmp_path: Path) -> None:
     assert {task: len(own) for task, own in some.items()} == {"math": 14, "logic": 4, "code": 1}
     assert some["math"]["prompt"] == sampled(tasks, 20, seed=1)["math"]["prompt"] != tasks["math"]["prompt"][:14]
     assert sampled(tasks, 41, seed=1) == tasks
-
-
-def test_rows_are_counted_and_prompts_that_are_in_both_found(tmp_path: Path) -> None:
-    one = parquet(tmp_path / "a__1.parquet", row(prompt="2 + 2?"), row(prompt="3 + 3?"))
-    other = parquet(tmp_path / "b.parquet", row(prompt=[{"role": "user", "content": "3 + 3?"}]))
-    assert count_rows([one, other]) == {"a": 2, "b": 1}
-    assert seen_in_training(one, other) == ["b.parquet, row 1"]
-    assert seen_in_training(one, parquet(tmp_path / "c.parquet", row(prompt="4 + 4?"))) == []
-    with pytest.raises(UsageError, match=r"There is no file .*none\.parquet"):
-        count_rows(tmp_path / "none.parquet")

@@ -10,20 +10,28 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from async_grpo.cli.compute.train import build_parser
 from async_grpo.errors import UsageError
 from async_grpo.setup.grpo_config.values import field_types
+from async_grpo.tasks.files import files_by_task
 from async_grpo.verl_keys import Keys, VerlRun, planned
 from async_grpo.verl_keys.keys import ACTOR, KEYS, ONLY, ROLLOUT, WITHOUT_EFFECT
-from async_grpo.verl_keys.setup_text import LOSSES
+from async_grpo.verl_keys.setup_text import LOSSES, trackers
+from async_grpo.verl_keys.steps import Steps
 
 PAGE = (Path(__file__).parents[3] / "docs" / "ppo.md").read_text()
 
 
-def rows(path: Path, count: int, start: int = 0) -> Path:
+def rows(path: Path, count: int, start: int = 0, prompt: Callable[[str], Any] = str) -> Path:
     cells = [
-        {"data_source": "math__sums", "prompt": f"{number}+1=", "reward_model": {"ground_truth": str(number + 1)}}
+        {
+            "data_source": "math__sums",
+            "prompt": prompt(f"{number}+1="),
+            "reward_model": {"ground_truth": str(number + 1)},
+        }
         for number in range(start, start + count)
     ]
     pq.write_table(pa.Table.from_pylist(cells), path)
@@ -134,6 +142,23 @@ def test_gpus_that_train_and_that_generate(plan: Plan, keys: tuple[str, ...], gp
     assert (run.accelerate is not None) is ("accelerate" in flags)
 
 
+TEXTS = st.text(max_size=8) | st.sampled_from(
+    ["", "'", "''", "null", "-1", "1e999", "nan", "[]", "{}", "[a, [b]]", "{a: b}", "!!python/name:os.system ''", "\0"]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=st.sampled_from([*KEYS, *ONLY]), text=TEXTS)
+def test_any_text_is_a_value_or_a_sentence(name: str, text: str) -> None:
+    try:
+        keys = Keys.read([f"{name}={text}"])
+        trackers(keys)
+        Steps.of(keys, ranks=4)
+        files_by_task(keys["data.train_files"] or "a.parquet")
+    except UsageError as error:
+        assert name in str(error) or "data.train_batch_size" in str(error) or "file" in str(error)
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -188,10 +213,13 @@ def test_a_key_without_effect_is_named_in_one_line(plan: Plan) -> None:
     ]
 
 
-def test_rows_that_are_trained_and_evaluated_on_are_warned_of(plan: Plan, tmp_path: Path) -> None:
-    held_out = rows(tmp_path / "v.parquet", 5, start=158)
+@pytest.mark.parametrize("prompt", [str, lambda text: [{"role": "user", "content": text}]], ids=["text", "messages"])
+def test_rows_that_are_trained_and_evaluated_on_are_warned_of(
+    plan: Plan, tmp_path: Path, prompt: Callable[[str], Any]
+) -> None:
+    held_out = rows(tmp_path / "v.parquet", 5, start=158, prompt=prompt)
     said = plan(f"data.val_files={held_out}", "trainer.test_freq=1").lines[-1]
-    assert "2 of the 5 rows of data.val_files have a prompt of data.train_files (the first: v.parquet, row 1)" in said
+    assert "2 of the 5 rows of data.val_files have a prompt of data.train_files (the first: '158+1=')" in said
 
 
 def test_several_tasks_are_batched_by_task_unless_it_is_said(plan: Plan, tmp_path: Path) -> None:
@@ -218,4 +246,4 @@ def test_each_key_and_each_loss_is_on_the_page() -> None:
     short: dict[str, Any] = {name: name.removeprefix("actor_rollout_ref.") for name in (*KEYS, *ONLY)}
     assert [name for name, part in short.items() if f"`{part}`" not in PAGE and f"`{name}`" not in PAGE] == []
     assert all(f"`{mode}`" in PAGE for mode in LOSSES)
-    assert not {*KEYS, *ONLY} & WITHOUT_EFFECT.keys()
+    assert not {*KEYS, *ONLY} & {*" ".join(WITHOUT_EFFECT.values()).split()}
