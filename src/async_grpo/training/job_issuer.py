@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from loguru import logger
@@ -17,6 +17,13 @@ if TYPE_CHECKING:  # these import torch
     from trl import GRPOTrainer
 
     from async_grpo.training.checkpoints import UsedGroups
+
+
+class SeenOfTrainer(NamedTuple):
+    """What jobs say of the trainer."""
+
+    sampling: dict[str, Any]
+    state: dict[str, Any]
 
 
 class JobIssuer:
@@ -56,7 +63,11 @@ class JobIssuer:
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
         self.disk_full = False
 
-    def issue(self, version: int, oldest_version: int) -> Job | None:
+    def look(self) -> SeenOfTrainer:
+        """Read what jobs say of the trainer. Between two steps nothing of it changes, so one look is for many jobs."""
+        return SeenOfTrainer(self._sampling(), self._trainer_state())
+
+    def issue(self, version: int, oldest_version: int, seen: SeenOfTrainer) -> Job | None:
         """Submit the next job, and return it; None if the checkpoint has that group already."""
         seq = self.next_seq
         row = next(self._prompts)
@@ -71,9 +82,9 @@ class JobIssuer:
             seed=sampling_seed(self._seed, seq),
             born_version=version,
             min_version=oldest_version,
-            sampling=self._sampling(),
+            sampling=seen.sampling,
             task=task_of(row),
-            trainer_state=self._trainer_state(),
+            trainer_state=seen.state,
         )
         self.submit_held_back()
         return job

@@ -20,7 +20,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.companions import Evaluations
-from async_grpo.training.job_issuer import JobIssuer
+from async_grpo.training.job_issuer import JobIssuer, SeenOfTrainer
 from async_grpo.training.quotas import Quotas, with_each_task
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
@@ -129,12 +129,14 @@ class RolloutSource:
         if self._publisher.held_at is not None:  # workers see nothing newer, and could not serve a job that asks for it
             version = min(version, self._publisher.held_at)
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
+        seen: SeenOfTrainer | None = None
         while self._issuer.submit_held_back() and len(self._open) < most:
             position = self._issuer.next_seq - bisect_left(self.unusable, self._issuer.next_seq)
             if not self._schedule.is_admissible(position, version, self._queue.open_jobs, self.ends_at):
                 return
             oldest_version = self._schedule.oldest_version_for(position)
-            job = self._issuer.issue(version, oldest_version)
+            seen = seen or self._issuer.look()
+            job = self._issuer.issue(version, oldest_version, seen)
             if job is not None:
                 self._open[job.seq], self._task_of[job.seq] = oldest_version, job.task
 
