@@ -49,8 +49,9 @@ class Rollout:
 
     @property
     def turn_rewards(self) -> list[float]:
-        """One a turn, NaN for none; empty where its trainer gives no turn rewards."""
-        return self.found.group.rewards_of_turns()[self.index]
+        """One a turn, NaN for none; empty where no turn has one."""
+        rewards = self.found.group.rewards_of_turns()[self.index]
+        return [] if all(map(math.isnan, rewards)) else rewards
 
     @property
     def columns(self) -> list[tuple[str, Any]]:

@@ -142,6 +142,8 @@ def test_turn_rewards_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run.use(1, [0], turn_counts=counts, turn_rewards=rewards)
     assert "turn rewards 0.25 none" in " ".join(shown(capsys, run.root).split())
     assert "turn rewards: 0.5" in shown(capsys, run.root, "--job", "0")
+    run.use(2, [1], turn_counts=counts, turn_rewards=np.full(3, np.nan, np.float32))
+    assert "turn rewards" not in shown(capsys, run.root, "--job", "1")
 
 
 def test_a_dialogue_is_on_the_page_by_its_turns(tmp_path: Path) -> None:
