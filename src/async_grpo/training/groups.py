@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,4 +123,5 @@ def rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
 
 def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
     """`[a, b, c]`, lengths `[1, 2]` -> `[[a], [b, c]]`."""
-    return [piece.tolist() for piece in np.split(flat, np.cumsum(lengths)[:-1])]
+    values, ends = flat.tolist(), list(accumulate(lengths.tolist()))
+    return [values[begin:end] for begin, end in zip([0, *ends], ends)]
