@@ -80,7 +80,7 @@ def test_a_trained_head_evaluates_star_graphs_though_a_worker_is_killed(tmp_path
     reference = save(tmp_path / "reference", model, tokenizer)
     graphs = [*star_graphs(2, 2, 1024, nodes=5, seed=6)]
     sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=3)
-    keys = {"batch_size": 64, "micro_batch_size": 64, "lr": 3e-3, "max_steps": 200, "gradient_checkpointing": False}
+    keys = {"batch_size": 128, "micro_batch_size": 128, "lr": 4e-3, "max_steps": 600, "gradient_checkpointing": False}
     bernoulli = {"loss_type": "bce", "guidance": {"mode": "bernoulli"}}
     qsharp = QSharp(configured(QSharpSettings, {"reference": reference, "num_workers": 0, **keys, **bernoulli}))
     torch.manual_seed(0)

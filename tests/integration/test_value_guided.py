@@ -206,9 +206,9 @@ def test_what_rounding_costs_and_what_guidance_adds_is_said(
     [
         (QSharpSettings, {"loss_type": "bce"}, "mode 'histogram' cannot take a head that was trained with bce"),
         (QSharpSettings, {"loss_type": "bradley_terry"}, "take PITA for them"),
-        (QSharpSettings, {"guidance": {"eta": 0.2, "inverse_eta": 5}}, "eta and inverse_eta are both given"),
+        (QSharpSettings, {"guidance": {"eta": 0.2, "inverse_eta": 5}}, "Give one of eta and inverse_eta"),
         (QSharpSettings, {"guidance": {"eta": -1}}, "eta must be over 0, in units of the reward"),
-        (QSharpSettings, {"guidance": {"inverse_eta": 0}}, "eta must be over 0, in units of the reward"),
+        (QSharpSettings, {"guidance": {"inverse_eta": 0}}, "inverse_eta must be over 0"),
         (QSharpSettings, {"guidance": {"modes": "x"}}, "an unknown field 'modes'; the nearest is 'mode'"),
         (QSharpSettings, {"V_min": 2}, "V_max 1 must be over V_min 2"),
         (QSharpHFSettings, {"loss_type": "mse"}, "leave loss_type at mle"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.shape import shaped
+from async_grpo_experiments.guidance.strength import one_eta
 
 if TYPE_CHECKING:
     from async_grpo_experiments.algorithms.rows import Rows
@@ -200,20 +201,12 @@ class GuidanceSettings:
     use_cache: bool = True
 
     def __post_init__(self) -> None:
-        if self.eta is not None and self.inverse_eta is not None:
-            raise UsageError("eta and inverse_eta are both given, and inverse_eta is 1/eta: give one of them.")
-        if not self.strength > 0:
-            raise UsageError(
-                "eta must be over 0, in units of the reward: 0.2 lets a reward that is 0.2 higher weigh as much as 1 "
-                "nat; mode disabled is no guidance."
-            )
+        _ = self.strength  # refuses what is none
 
     @property
     def strength(self) -> float:
         """η, .2 by default."""
-        if self.inverse_eta is not None:
-            return 1 / self.inverse_eta if self.inverse_eta else 0.0
-        return 0.2 if self.eta is None else self.eta
+        return 0.2 if self.eta is None and self.inverse_eta is None else one_eta(self.eta, self.inverse_eta)
 
     def keywords(self) -> dict[str, Any]:
         """Keywords of `guided` besides the head."""

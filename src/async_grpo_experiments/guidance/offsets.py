@@ -61,9 +61,8 @@ def offsets(
         return logits[..., 0] / (beta * eta)
     if mode == "expectation":
         return _share(logits, levels, v_min, v_max).clamp_min(LEAST_P).log()
-    if mode == "contrastive":
-        return _share(logits, levels, v_min, v_max) * ((v_max - v_min) / eta)
-    raise UsageError(f"There is no mode {mode!r} of guidance. Take one of {', '.join(sorted(_known()))}.")
+    assert mode == "contrastive", mode
+    return _share(logits, levels, v_min, v_max) * ((v_max - v_min) / eta)
 
 
 def centred(offsets: Tensor) -> Tensor:
@@ -87,7 +86,3 @@ def _share(logits: Tensor, levels: Tensor | None, v_min: float, v_max: float) ->
     assert levels is not None
     shares = (levels.to(logits) - v_min) / (v_max - v_min)
     return (torch.softmax(logits, dim=-1) * shares).sum(dim=-1)
-
-
-def _known() -> set[str]:
-    return {DISABLED, *(mode for modes in MODES.values() for mode in modes)}

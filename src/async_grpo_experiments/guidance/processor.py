@@ -6,7 +6,6 @@ tokens of the vocabulary.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +20,7 @@ from async_grpo_experiments.guidance.divergence import divergence_of_offsets
 from async_grpo_experiments.guidance.head import HeadRecord, ValueHead, checked_record, tokens_of
 from async_grpo_experiments.guidance.identity import vocabulary_of, weights_digest
 from async_grpo_experiments.guidance.offsets import DISABLED, MODES, centred, check_mode, offsets
+from async_grpo_experiments.guidance.strength import one_eta
 
 
 class Guidance:
@@ -54,24 +54,27 @@ class Guidance:
             raise UsageError(f"top_k must be at least 1, or -1 for all tokens, got {top_k}.")
         self.head = head
         self.record = head.record if isinstance(head, ValueHead) else checked_record(head)
-        self.eta = _one_eta(eta, inverse_eta)
+        self.eta = one_eta(eta, inverse_eta)
         self.mode = mode or _default_mode(self.record)
         check_mode(self.mode, self.record.loss)
         self.top_k, self.use_cache = top_k, use_cache
         self._checked, self._size = None, 0  # the tokenizer that was checked last, and its tokens
 
-    def at(self, eta: float) -> Guidance:
-        """The same with another η."""
-        return Guidance(head=self.head, eta=eta, mode=self.mode, top_k=self.top_k, use_cache=self.use_cache)
-
     def processors(
-        self, model: PreTrainedModel, tokenizer: Any, *, attention_mask: Tensor | None, temperature: float
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        attention_mask: Tensor | None,
+        temperature: float,
+        eta: float | None = None,
     ) -> LogitsProcessorList:
         """The processors of one call of `model.generate`; none with `disabled`.
 
         Args:
             attention_mask: [B, P], of the prompts; None where none is padded.
             temperature: of the sampler; 0: greedy.
+            eta: another strength than `self.eta`.
 
         Raises:
             RunRefused: the head's values are of another temperature, model or tokenizer.
@@ -84,6 +87,7 @@ class Guidance:
         processor = GuidanceProcessor(
             head.to(model.device),
             self,
+            eta=self.eta if eta is None else one_eta(eta, None),
             attention_mask=attention_mask,
             tokens=self._size,
             pad_token_id=getattr(tokenizer, "pad_token_id", None),
@@ -140,12 +144,13 @@ class GuidanceProcessor(LogitsProcessor):
         head: ValueHead,
         guidance: Guidance,
         *,
+        eta: float,
         attention_mask: Tensor | None,
         tokens: int,
         pad_token_id: int | None,
         is_greedy: bool,
     ) -> None:
-        self._head, self._guidance, self._tokens = head.eval(), guidance, tokens
+        self._head, self._guidance, self._eta, self._tokens = head.eval(), guidance, eta, tokens
         self._pad_token_id, self._is_greedy = pad_token_id, is_greedy
         self._mask_bP = attention_mask
         self._levels = head.record.levels.to(head.scores.weight.device, torch.float32)
@@ -166,7 +171,7 @@ class GuidanceProcessor(LogitsProcessor):
             offsets(
                 self._guidance.mode,
                 logits_bkK,
-                eta=self._guidance.eta,
+                eta=self._eta,
                 levels=self._levels,
                 v_min=record.v_min,
                 v_max=record.v_max,
@@ -191,7 +196,8 @@ class GuidanceProcessor(LogitsProcessor):
         """1 for tokens, 0 for padding."""
         ones_bL = torch.ones_like(input_ids_bL)
         if self._mask_bP is None:
-            if self._cached_bL is None and self._begins_with_padding(input_ids_bL):
+            pad = self._pad_token_id
+            if self._cached_bL is None and pad is not None and bool(input_ids_bL[:, 0].eq(pad).any()):
                 raise UsageError(
                     "A prompt begins with the padding token, and guidance has no attention_mask: give it the one that "
                     "generate gets."
@@ -203,10 +209,6 @@ class GuidanceProcessor(LogitsProcessor):
                 "the prompts yourself, in place of num_return_sequences."
             )
         return torch.cat([self._mask_bP.to(ones_bL), ones_bL[:, self._mask_bP.shape[1] :]], dim=1)
-
-    def _begins_with_padding(self, input_ids_bL: Tensor) -> bool:
-        pad = self._pad_token_id
-        return pad is not None and bool(input_ids_bL[:, 0].eq(pad).any())
 
     def _score_alone(self, input_ids_bL: Tensor, mask_bL: Tensor, candidates_bk: Tensor) -> Tensor:
         """Each candidate behind a whole copy of its prefix: [b, k, K]."""
@@ -253,27 +255,6 @@ class GuidanceProcessor(LogitsProcessor):
                 "generate, and rows that keep their places (no beams)."
             )
         return seen
-
-
-def checked_eta(eta: float, name: str = "eta") -> float:
-    """`UsageError` where it is no strength of guidance."""
-    if not 0 < eta < math.inf:  # NaN neither
-        raise UsageError(
-            f"{name} must be over 0, in units of the reward (inverse_eta: of its reciprocal), got {eta}; off is no "
-            "guidance."
-        )
-    return float(eta)
-
-
-def _one_eta(eta: float | None, inverse_eta: float | None) -> float:
-    if eta is not None and inverse_eta is None:
-        return checked_eta(eta)
-    if inverse_eta is not None and eta is None:
-        return 1 / checked_eta(inverse_eta, "inverse_eta")
-    raise UsageError(
-        "Give one of eta and inverse_eta: eta must be over 0, in units of the reward, and inverse_eta is its "
-        "reciprocal; off is no guidance."
-    )
 
 
 def _default_mode(record: HeadRecord) -> str:

@@ -23,8 +23,7 @@ class TrainerGuidance:
     """
 
     def __init__(self, guidance: Guidance) -> None:
-        self._by_eta = {guidance.eta: guidance}
-        self._first = guidance
+        self._guidance = guidance
         self.sampling = {"temperature": guidance.record.temperature, "top_p": 1.0, "top_k": 0, "eta": guidance.eta}
 
     def processors(
@@ -41,12 +40,12 @@ class TrainerGuidance:
         Args:
             sampling: as `Job.sampling` has it; `eta` may be "off".
         """
-        eta = sampling.get("eta", self._first.eta)
+        eta = sampling.get("eta")
         if eta == OFF:
             return LogitsProcessorList()
-        if eta not in self._by_eta:
-            self._by_eta[eta] = self._first.at(eta)
-        return self._by_eta[eta].processors(model, tokenizer, attention_mask=attention_mask, temperature=temperature)
+        return self._guidance.processors(
+            model, tokenizer, attention_mask=attention_mask, temperature=temperature, eta=eta
+        )
 
 
 def guided(
