@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from async_grpo.cli.compute import train
 from async_grpo.errors import UnsupportedError
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
 from async_grpo.setup.sampling import (
     check_sampling,
@@ -18,6 +20,7 @@ from async_grpo.setup.sampling import (
     refuse_guided,
     transformers_config,
 )
+from async_grpo.training.before_start import refuse
 
 
 def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -238,10 +241,16 @@ def test_guidance_is_for_the_workers_own_model_and_a_single_turn() -> None:
         check_sampling(user, "trl", HF)
 
 
-def test_a_guided_trainer_is_not_trained() -> None:
+def test_a_guided_trainer_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on workers nor by TRL alone."""
     refuse_guided(trainer())
-    with pytest.raises(UnsupportedError, match="A guided sampler is not the policy that the loss updates; evaluate"):
-        refuse_guided(guided())
+    refused = "A guided sampler is not the policy that the loss updates; evaluate"
+    with pytest.raises(UnsupportedError, match=refused):
+        refuse(guided(), TrainingSettings(), None)
+    monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", lambda *_, **__: guided())
+    monkeypatch.setattr("async_grpo.setup.needs.check_needs", lambda _: None)
+    with pytest.raises(UnsupportedError, match=refused):
+        train._train_alone(train.build_parser().parse_args(["guided.py"]), None, None, serves=False)
 
 
 def test_stop_strings_need_vllm() -> None:
