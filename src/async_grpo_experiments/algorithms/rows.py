@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from loguru import logger
 
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import counted
@@ -235,4 +236,6 @@ def some(items: Sequence[LabelledRow], *, dropped: int, of: int, what: str) -> R
             f"nothing to learn: each of the {counted(of, what)} has one reward; take problems that the reference "
             "solves sometimes, more of them, or more samples of each (samples_per_example)."
         )
+    if dropped:
+        logger.info("{} of {} left out: all of its rewards are equal.", dropped, counted(of, what))
     return Rows(tuple(items), dropped)

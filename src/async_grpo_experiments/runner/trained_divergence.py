@@ -35,7 +35,7 @@ def _padded(group: RolloutGroup) -> tuple[torch.Tensor, torch.Tensor]:
     prompt, lengths = group.prompt_ids.tolist(), group.completion_lengths.tolist()
     ids_BT = torch.zeros(len(lengths), len(prompt) + max(lengths), dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
-    completions = torch.from_numpy(group.completion_ids).long().split(lengths)
+    completions = torch.split(torch.from_numpy(group.completion_ids).long(), lengths)
     for place, completion in enumerate(completions):
         end = len(prompt) + len(completion)
         ids_BT[place, :end] = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
