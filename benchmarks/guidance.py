@@ -4,11 +4,12 @@
 
 Parts: `formulas` (each offset with exact values), `ascents` (heads that were trained), `kl` (how often the interval of
 avg_kl holds the enumerated value), `star` (G(3,3): Q#, PITA and DPO from one reference), `deep` (G(2,5), as far as it
-comes), `sums` (the demo's: QSharp-HF against the reference), `grpo_hf` (the same sums, as its steps grow), `beside`
-(that with a weak proxy, and with the reward itself), `reviews` (a lexicon as reward), `decoding` (guided against
-plain), `strengths` (`async-grpo evaluate` of one η against four). `--quick` leaves out `deep`, `grpo_hf`, `beside`,
-`decoding`, `reviews`, learned PITA and DPO. `--docs` puts the rows, with those of earlier runs that were not measured
-again, into docs/algorithms.md. Each part says what it took: its time, and that of all its cores together.
+comes), `sums` (the demo's: QSharp-HF against the reference), `grpo_hf` (the same sums, as its steps grow), `weak_proxy`
+and `rewarded` (that with a worse proxy, and with the reward itself), `reviews` (a lexicon as reward), `decoding`
+(guided against plain), `strengths` (`async-grpo evaluate` of one η against four). `--quick` leaves out `deep`,
+`grpo_hf`, `weak_proxy`, `rewarded`, `decoding`, `reviews`, learned PITA and DPO. `--docs` puts the rows, with those of
+earlier runs that were not measured again, into docs/algorithms.md. Each part says what it took: its time, and that of
+all its cores together.
 """
 
 from __future__ import annotations
@@ -388,14 +389,19 @@ def of_seed(seed: int, folder: Path) -> list[Grown]:
     return list(grown(demo, GRPOHF(settings, demo.train), folder / str(seed)))
 
 
-def beside(quick: bool, folder: Path) -> Iterator[Row]:
-    """The same with the reward itself; and with a weak proxy, of 3 epochs on pairs of which 27% are the wrong way."""
+def weak_proxy(quick: bool, folder: Path) -> Iterator[Row]:
+    """The same with a proxy of 3 epochs, on pairs of which 27% are the wrong way round."""
     demo = Demo(folder)
-    keys = {**demo.keys, **ONLINE, "seed": SEEDS[0]}
-    weak = GRPOHF(configured(GRPOHFSettings, {**keys, "correctness_bonus": 1}), demo.train)
-    yield from as_it_grows("GRPO-HF, weak proxy", [list(grown(demo, weak, folder / "weak"))])
-    rewarded = GRPO(configured(GRPOSettings, keys), demo.train, REWARD)
-    yield from as_it_grows("GRPO with the reward", [list(grown(demo, rewarded, folder / "rewarded"))])
+    keys = {**demo.keys, **ONLINE, "correctness_bonus": 1, "seed": SEEDS[0]}
+    algorithm = GRPOHF(configured(GRPOHFSettings, keys), demo.train)
+    yield from as_it_grows("GRPO-HF, weak proxy", [list(grown(demo, algorithm, folder))])
+
+
+def rewarded(quick: bool, folder: Path) -> Iterator[Row]:
+    """The same with the reward itself: what the settings are good for."""
+    demo = Demo(folder)
+    algorithm = GRPO(configured(GRPOSettings, {**demo.keys, **ONLINE, "seed": SEEDS[0]}), demo.train, REWARD)
+    yield from as_it_grows("GRPO with the reward", [list(grown(demo, algorithm, folder))])
 
 
 class Grown(NamedTuple):
@@ -606,9 +612,9 @@ def table(rows: Sequence[Row]) -> str:
 
 PARTS: dict[str, Callable[[bool, Path], Iterator[Row]]] = {
     part.__name__: part
-    for part in (formulas, ascents, kl, star, deep, sums, grpo_hf, beside, reviews, decoding, strengths)
+    for part in (formulas, ascents, kl, star, deep, sums, grpo_hf, weak_proxy, rewarded, reviews, decoding, strengths)
 }
-NOT_QUICK = ("deep", "grpo_hf", "beside", "reviews", "decoding")
+NOT_QUICK = ("deep", "grpo_hf", "weak_proxy", "rewarded", "reviews", "decoding")
 
 
 def main() -> None:
