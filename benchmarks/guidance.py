@@ -31,7 +31,7 @@ from dataclasses import asdict
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -81,6 +81,7 @@ ETAS = (1.0, 0.5, 0.25, 0.1)
 PROXY: dict[str, Any] = {"epochs": 14, "lr": 1e-3}
 REWARD = "async_grpo_experiments.problems.table:exactly"
 SEEDS, ROUNDS, ROUND = (1, 2, 3), 2, 40
+_Made = TypeVar("_Made")
 FAST: dict[str, Any] = {"num_workers": 0, "gradient_checkpointing": False}
 
 
@@ -386,7 +387,7 @@ def grpo_hf(quick: bool, folder: Path) -> Iterator[Row]:
 def of_seed(seed: int, folder: Path) -> list[Grown]:
     demo = Demo(folder / str(seed))
     settings = configured(GRPOHFSettings, {**demo.keys, **ONLINE, "proxy": PROXY, "seed": seed})
-    return list(grown(demo, GRPOHF(settings, demo.train), folder / str(seed)))
+    return list(silently(grown(demo, GRPOHF(settings, demo.train), folder / str(seed))))
 
 
 def weak_proxy(quick: bool, folder: Path) -> Iterator[Row]:
@@ -591,8 +592,8 @@ def module_of(path: Path) -> Any:
     return module
 
 
-def silently(rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows, without what trainers print."""
+def silently(rows: Iterator[_Made]) -> Iterator[_Made]:
+    """The rows, or what they are made of, without what trainers print."""
     while True:
         with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
             one = next(rows, None)
