@@ -39,6 +39,7 @@ LOOK_S = 0.2
 RECORD_EVERY_S = 1.0
 DEFAULT_WORKERS = 2  # of a node without GPUs
 START_S = 60.0  # for an actor that has room to answer
+BEGIN_S = 300.0  # for it to import what a worker does and to start them, on a machine that may be busy
 END_S = 10.0  # for the nodes to end
 AGAIN_S = 2.0  # between tries to find a machine; doubled
 MOST_DOUBLINGS = 4  # times where starts fail in a row
@@ -233,8 +234,10 @@ class _Gate:
     def _serve(self, number: int, machine: Machine, node: RayNode, workers: int, gpus: int) -> None:
         began = time.monotonic()
         self._failed_starts[number] = self._failed_starts.get(number, -1) + 1
-        self._compare(machine, self._await(node.facts(), machine, START_S + self._launch.node_wait))
-        why = self._await(node.begin(self._order(number, workers, gpus)), machine, START_S)
+        used = f"its CPUs, GPUs or memory may be used by others ({_room_of(machine)} in all)"
+        self._compare(machine, self._await(node.facts(), START_S + self._launch.node_wait, used))
+        busy = "the machine may be busy, or its disk slow"
+        why = self._await(node.begin(self._order(number, workers, gpus)), BEGIN_S, busy)
         if why and number in self._has_joined:  # it may be a disk that is full for a while
             raise PeerDiedError(f"cannot have workers now: {why}")
         if why:
@@ -332,8 +335,8 @@ class _Gate:
                 "other bits. Use nodes of one kind, or leave --deterministic out."
             )
 
-    def _await(self, answer: Future[Any], machine: Machine, seconds: float) -> Any:
-        """What a node answers. `PeerDiedError`: nothing, in this time."""
+    def _await(self, answer: Future[Any], seconds: float, why: str) -> Any:
+        """What a node answers. `PeerDiedError`: nothing, in this time; `why` says what may be the reason."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -342,10 +345,7 @@ class _Gate:
                 if not self._goes_on.is_set():
                     raise PeerDiedError("the run is over") from None
                 if time.monotonic() > deadline:
-                    raise PeerDiedError(
-                        f"has not started within {seconds:g} s: its CPUs, GPUs or memory may be used by others "
-                        f"({_room_of(machine)} in all)"
-                    ) from None
+                    raise PeerDiedError(f"has not started within {seconds:g} s: {why}") from None
             except Exception as error:
                 raise PeerDiedError(f"cannot start: {words_of(error)}") from error
 
