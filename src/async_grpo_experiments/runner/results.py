@@ -183,28 +183,42 @@ def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:
     from matplotlib.figure import Figure
 
     tables = _tables(lines)
-    figure = Figure(figsize=(5 * len(tables), 4), layout="constrained")
+    figure = Figure(figsize=(6 * len(tables), 4.5), layout="constrained")
+    colours = {algo: f"C{place}" for place, algo in enumerate(dict.fromkeys(line.job.algo for line in lines))}
     for axes, ((dataset, family), own) in zip(np.ravel(figure.subplots(1, len(tables))), tables.items(), strict=True):
         name = "pass@1" if all("pass@1" in line.evaluation.figures for line in own) else "reward_mean"
-        for label, curve in _curves(own).items():
-            points = sorted((line.evaluation.value("avg_kl") or 0.0, line.evaluation.value(name)) for line in curve)
-            known = [(x, y) for x, y in points if y is not None]
-            if known:
-                axes.plot(*zip(*known, strict=True), marker="o", label=label)
+        for algo, curve in _curves(own, name).items():
+            _draw(axes, algo, colours[algo], [(x, line.evaluation.figures[name], line) for x, line in curve])
         axes.set(title=f"{dataset}, {family}", xlabel="KL from the reference, nats a completion", ylabel=name)
-        axes.legend()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     with room_for(path):
         figure.savefig(path, dpi=120)
 
 
-def _curves(lines: Sequence[EvaluatedLine]) -> Mapping[str, list[EvaluatedLine]]:
-    """The lines of the reference, and those of each algorithm's last round whose KL is known."""
+def _draw(axes: Any, algo: str, colour: str, points: Sequence[tuple[float, Estimate, EvaluatedLine]]) -> None:
+    """One algorithm's points with their intervals, each with its η or its round beside it."""
+    xs, ys = [x for x, _, _ in points], [y.value for _, y, _ in points]
+    low = [0.0 if y.low is None else y.value - y.low for _, y, _ in points]
+    high = [0.0 if y.high is None else y.high - y.value for _, y, _ in points]
+    style = {"fmt": "o-", "color": colour} if algo else {"fmt": "k*", "markersize": 12, "zorder": 5}
+    axes.errorbar(xs, ys, (low, high), label=algo or "reference", capsize=2, elinewidth=0.7, **style)
+    for x, y, line in points if algo else ():
+        eta = line.evaluation.eta
+        beside = f"r{line.job.round}" if eta is None else f"η {eta:g}"
+        axes.annotate(beside, (x, y.value), (4, -9), textcoords="offset points", fontsize=7)
+
+
+def _curves(lines: Sequence[EvaluatedLine], name: str) -> Mapping[str, list[tuple[float, EvaluatedLine]]]:
+    """The lines whose KL is known, with it, in its order: the reference, a head's last round, a policy's rounds."""
     last = max(line.job.round for line in lines)
-    found: dict[str, list[EvaluatedLine]] = {}
+    found: dict[str, list[tuple[float, EvaluatedLine]]] = {}
     for line in lines:
-        if not line.job.algo or (line.job.round == last and "avg_kl" in line.evaluation.figures):
-            found.setdefault(line.job.algo or "reference", []).append(line)
-    return found
+        divergence = line.evaluation.value("avg_kl") if line.job.algo else 0.0
+        is_shown = line.job.round == last or line.evaluation.eta is None
+        if divergence is not None and is_shown and name in line.evaluation.figures:
+            found.setdefault(line.job.algo, []).append((divergence, line))
+    return {algo: sorted(curve, key=lambda one: one[0]) for algo, curve in found.items()}
 
 
 def results(folder: Path | str) -> pd.DataFrame:

@@ -180,7 +180,7 @@ class Work:
         policy, reference = (
             load_policy(name, self.algorithm_settings).to(device).eval() for name in (model, self.reference)
         )
-        groups = (found.group for found in FinishedGroups(run).evaluated())
+        groups = sorted((found.group for found in FinishedGroups(run).evaluated()), key=lambda group: group.job.seq)
         return divergence_of_groups(groups, policy, reference, self.config.generation.temperature)
 
     def tidy(self) -> None:

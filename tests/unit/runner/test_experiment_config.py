@@ -196,7 +196,7 @@ class TestWithHydra:
         code = (
             "import sys; from async_grpo_experiments.runner import experiment; experiment.ask_forecast = lambda _: {};"
             "from async_grpo.cli import main; code = main(['experiment', 'experiment.name=x', '--dry-run']);"
-            "sys.exit(code or {'torch', 'scipy', 'transformers'} & {*sys.modules})"
+            "sys.exit(code or bool({'torch', 'scipy', 'transformers'} & {*sys.modules}))"
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
