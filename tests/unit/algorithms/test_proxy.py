@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from loguru import logger
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.protocols import Cut
 from async_grpo_experiments.algorithms.proxy import (
+    RECORD,
     Proxy,
     ProxySettings,
     ProxyTraining,
@@ -126,10 +128,14 @@ def test_scores_outside_of_the_bounds_are_clipped_and_counted(folder: Path, tmp_
 
 
 def test_it_is_a_reward_function_that_scores_the_tokens_that_were_sampled(
-    folder: Path, settings: ProxySettings
+    folder: Path, settings: ProxySettings, tmp_path: Path
 ) -> None:
     reward = reward_of(folder, settings.reference)
     assert reward(prompts=["a b"], completion_ids=[[3, 9]], completions=["d"]) == Proxy(folder).scaled([[0, 1, 3, 9]])
+    judge = tmp_path / "judge"
+    shutil.copytree(folder, judge, ignore=shutil.ignore_patterns(RECORD))
+    (raw,) = reward_of(judge, settings.reference)(prompts=["a b"], completion_ids=[[3, 9]], completions=["d"])
+    assert raw == pytest.approx(scores_of_texts(Proxy(folder)._model, [[0, 1, 3, 9]])[0]), "the score as it is"
     tokenizer = words_tokenizer("abcdefgh")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} h"
     assert prompt_ids(tokenizer, [{"role": "user", "content": "a b"}]) == [0, 1, 7]
