@@ -14,6 +14,10 @@ from async_grpo.errors import RunDirError, UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
+from async_grpo_experiments.runner.config import checked
+from async_grpo_experiments.runner.graph import graph_of, kind_of
+from async_grpo_experiments.runner.peaks import StageSeconds
+from async_grpo_experiments.runner.run import SECONDS
 from async_grpo_experiments.slots.ledger import read
 from async_grpo_experiments.slots.places import Place
 
@@ -53,6 +57,9 @@ def test_stages_run_in_the_order_of_the_graph_and_each_once(yard: ExperimentYard
     before = yard.hashes()
     assert yard.run() == 0
     assert (yard.finished, yard.hashes()) == (done, before)
+    config = checked(tree())
+    kinds = {kind_of(stage, config) for stage in graph_of(config).values()}
+    assert {*StageSeconds(yard.root.parent.parent / SECONDS).by_kind} == kinds
 
 
 def test_what_needs_a_failed_stage_is_blocked_and_a_retry_runs_it_alone(yard: ExperimentYard) -> None:
