@@ -191,7 +191,11 @@ def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:
             _draw(axes, algo, colours[algo], [(x, line.evaluation.figures[name], line) for x, line in curve])
         axes.set(title=f"{dataset}, {family}", xlabel="KL from the reference, nats a completion", ylabel=name)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.margins(x=0.08)
+    named = {
+        name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named.keys(), loc="outside right center")
     with room_for(path):
         figure.savefig(path, dpi=120)
 
