@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,8 @@ def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: Advantage
     part = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
         with room_for(folder):
-            Dataset.from_list(rows, features=features).save_to_disk(part)
+            found = Dataset.from_list(rows, features=features)
+            Dataset(found.data, info=found.info, fingerprint=_fingerprint(found.data.table)).save_to_disk(part)
             if not folder.exists():
                 part.replace(folder)
             elif not _holds_the_rows_of(part, folder):  # else this run wrote them, and was killed then
@@ -63,6 +65,16 @@ def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: Advantage
                 )
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _fingerprint(table: Any) -> str:
+    """The hash of what the table holds, where datasets would take a random one: the same rows are the same files."""
+    digest = hashlib.sha256()
+    for column in table.columns:
+        for chunk in column.chunks:
+            for buffer in filter(None, chunk.buffers()):
+                digest.update(buffer)
+    return digest.hexdigest()
 
 
 def _holds_the_rows_of(part: Path, folder: Path) -> bool:

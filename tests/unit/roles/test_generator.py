@@ -169,6 +169,8 @@ def test_a_resume_asks_for_what_is_left(most: int, tmp_path: Path) -> None:
     assert stage.serve()
     assert len(stage.asked) == 12 and len({job.seed for job in stage.asked}) == 12
     assert stage.rows() == whole.rows()
+    files = [{path.name: path.read_bytes() for path in out.iterdir()} for out in (whole.out, stage.out)]
+    assert files[0] == files[1]
 
 
 def test_rows_that_are_there_already_are_kept_and_others_are_not_replaced(tmp_path: Path) -> None:
