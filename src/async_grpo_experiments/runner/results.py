@@ -203,8 +203,9 @@ def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:
 def _draw(axes: Any, algo: str, colour: str, points: Sequence[tuple[float, Estimate, EvaluatedLine]]) -> None:
     """One algorithm's points with their intervals, each with its η or its round beside it."""
     xs, ys = [x for x, _, _ in points], [y.value for _, y, _ in points]
-    low = [0.0 if y.low is None else y.value - y.low for _, y, _ in points]
-    high = [0.0 if y.high is None else y.high - y.value for _, y, _ in points]
+    # An interval that is cut at 0 or 1 may begin beside its value, by a rounding.
+    low = [0.0 if y.low is None else max(0.0, y.value - y.low) for _, y, _ in points]
+    high = [0.0 if y.high is None else max(0.0, y.high - y.value) for _, y, _ in points]
     style = {"fmt": "o-", "color": colour} if algo else {"fmt": "k*", "markersize": 12, "zorder": 5}
     axes.errorbar(xs, ys, (low, high), label=algo or "reference", capsize=2, elinewidth=0.7, **style)
     for x, y, line in points if algo else ():

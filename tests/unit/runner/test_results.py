@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from async_grpo.evals.estimators import Estimate
 from async_grpo_experiments.runner.graph import ExperimentJob
-from async_grpo_experiments.runner.results import EvaluatedLine, EvaluatedSet, _curves
+from async_grpo_experiments.runner.results import EvaluatedLine, EvaluatedSet, _curves, _plot
 
 
 def line(algo: str, number: int, kl: float | None, eta: float | None = None) -> EvaluatedLine:
@@ -22,3 +25,11 @@ def test_a_curve_has_the_strengths_of_the_last_round_or_the_rounds_of_a_policy()
     ]
     curves = {algo: [kl for kl, _ in curve] for algo, curve in _curves(lines, "pass@1").items()}
     assert curves == {"": [0.0], "PITA": [2.0, 4.0], "DPO": [0.5, 1.0]}
+
+
+def test_a_plot_is_drawn_of_shares_at_their_bounds(tmp_path: Path) -> None:
+    first = line("", 0, None)
+    figures = {"pass@1": Estimate(value=0.0, low=1e-17, high=0.05, problems=6)}
+    at_bound = replace(first, evaluation=replace(first.evaluation, figures=figures))
+    _plot(tmp_path / "kl.png", [at_bound, line("DPO", 1, 0.5)])
+    assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
