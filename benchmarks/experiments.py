@@ -1,9 +1,11 @@
-"""What the queue of an experiment costs: the time of its graph in few places, and its own work. No stage is trained.
+"""What an experiment costs besides its trainings: its queue, generation with two workers, and scores of a reward model.
 
-    python benchmarks/experiments.py [--json FILE]
+    python benchmarks/experiments.py [--only PART …] [--json FILE]
 
-24 jobs in 12 lines of 2 rounds, whose stages are children that sleep 1 to 8 s, in 2 and in 8 places, against the larger
-of work / places and the longest path, plus .2 s for each start of a place.
+`queue`: 24 jobs in 12 lines of 2 rounds, whose stages are children that sleep 1 to 8 s, in 2 and in 8 places, against
+the larger of work / places and the longest path, plus .2 s for each start of a place; and the queue's own work.
+`generation`: `async-grpo generate` with two workers of one core each against one, in turns. `scoring`: a reward model
+of 4 M parameters on texts of 8 to 256 tokens, in batches of 32 against 2, in turns. No stage is trained.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.control import PAIRS, control_s
 from benchmarks.table import Row, as_text, row, write_json
 
 from async_grpo_experiments.slots.ledger import FINISHED, Ledger
@@ -30,6 +35,8 @@ from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 LINES, ROUNDS, SEEDS = 12, 2, 3
 PLACES = (2, 8)
 START_S = 0.2
+SETUP = Path(__file__).with_name("setups") / "generation.py"
+TEXTS = 192
 
 
 def graph(seed: int) -> dict[str, tuple[float, tuple[str, ...]]]:
@@ -74,8 +81,7 @@ def run(stages: dict[str, tuple[float, tuple[str, ...]]], places: int, folder: P
     return took, cpu / took
 
 
-def measured() -> list[Row]:
-    rows: list[Row] = []
+def queue() -> Iterator[Row]:
     for places in PLACES:
         factors, shares = [], []
         for seed in range(SEEDS):
@@ -86,17 +92,81 @@ def measured() -> list[Row]:
             factors.append((took - START_S * len(stages) / places) / max(work / places, path))
             shares.append(100 * share)
         name = f"{LINES * ROUNDS} jobs in {places} places"
-        rows.append(row(f"{name}, less {START_S} s a start: multiple of the bound", factors, "", target="<= 1.15"))
-        rows.append(row(f"{name}: the queue, of a core", shares, "%", target="<= 3"))
-    return rows
+        yield row(f"{name}, less {START_S} s a start: multiple of the bound", factors, "", target="<= 1.15")
+        yield row(f"{name}: the queue, of a core", shares, "%", target="<= 3")
+
+
+def generation() -> Iterator[Row]:
+    """Two workers of one core each against one, by the seconds from when all of them have answered once."""
+    from benchmarks.setups.generation import PROBLEMS, SAMPLES, TOKENS
+
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    controls = []
+    for _ in range(PAIRS):
+        for workers, found in rates.items():
+            controls.append(control_s())
+            found.append(PROBLEMS * SAMPLES * TOKENS / generated(workers))
+    yield row("generate, one worker of one core", rates[1], "tokens/s")
+    times = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
+    yield row("generate, two such workers against one", times, "x", limit=2.0, target=">= 1.6", controls=controls)
+
+
+def generated(workers: int) -> float:
+    """Seconds of the timed part of one generation."""
+    from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, tokenizer = Path(name), words_tokenizer("abcdefgh")
+        model = save(folder / "model", endless_transformer(tokenizer, width=256, layers=4), tokenizer)
+        keys = {"GENERATION_WORKERS": str(workers), "GENERATION_SECONDS": str(folder / "seconds")}
+        command = ["generate", model, "--config", str(SETUP), "-n", str(workers), "--out", str(folder / "rows")]
+        subprocess.run(
+            [sys.executable, "-m", "async_grpo.cli", *command, "--run-dir", str(folder / "run")],
+            env={**os.environ, **keys, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        return float((folder / "seconds").read_text())
+
+
+def scoring() -> Iterator[Row]:
+    """The same texts in batches of 2 and of 32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    from async_grpo_experiments.reward_models import scores_of_texts
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    keys = {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512, "num_labels": 1}
+    model = Qwen3ForSequenceClassification(Qwen3Config(**shape, **keys)).eval()
+    draw = random.Random(0)
+    texts = [[draw.randrange(512) for _ in range(draw.randint(8, 256))] for _ in range(TEXTS)]
+    rates: dict[int, list[float]] = {2: [], 32: []}
+    scores, controls = {}, []
+    for _ in range(PAIRS):
+        for batch, found in rates.items():
+            controls.append(control_s())
+            began = time.monotonic()
+            scores[batch] = scores_of_texts(model, texts, batch)
+            found.append(TEXTS / (time.monotonic() - began))
+    apart = max(abs(one - other) for one, other in zip(scores[2], scores[32], strict=True))
+    yield row("scores of a reward model, batches of 2", rates[2], "texts/s")
+    times = [large / small for small, large in zip(rates[2], rates[32], strict=True)]
+    yield row("scores of a reward model, batches of 32 against 2", times, "x", controls=controls)
+    yield row("scores of batches of 32 and 2, apart at most", [apart], "", target="<= 1e-5")
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {"queue": queue, "generation": generation, "scoring": scoring}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     load: Any = os.getloadavg()
-    found = measured()
+    found = [one for part in options.only for one in PARTS[part]()]
     print(as_text(found))
     if options.json:
         write_json(options.json, found, load_before=load)
