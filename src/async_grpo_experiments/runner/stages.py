@@ -184,8 +184,8 @@ class Work:
         return divergence_of_groups(groups, policy, reference, self.config.generation.temperature)
 
     def tidy(self) -> None:
-        """Remove what complete folders have a copy of."""
-        for folder in (SAMPLES, *(f"training/{name}" for name in (*_LEAVES, "checkpoints"))):
+        """Remove what complete folders have a copy of, and what TRL has made for nothing."""
+        for folder in (SAMPLES, "unused", *(f"training/{name}" for name in (*_LEAVES, "checkpoints"))):
             if (self.folder / folder).exists():
                 shutil.rmtree(self.folder / folder)
 
