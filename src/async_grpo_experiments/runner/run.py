@@ -57,7 +57,7 @@ class ExperimentRun:
         self._memory = MemoryPeaks(root.parent.parent / MEMORY)
         self._screen = ExperimentScreen(self.jobs, log.note, live_console(), lambda: self._use.summary())
         self._written = ""
-        self._said_idle = False
+        self._said_idle = self._said_full = False
         self._use = GpuUse([])
 
     def run(self, places: Sequence[Place], command: CommandOf, open_starter: OpenStarter) -> bool:
@@ -197,11 +197,13 @@ class ExperimentRun:
         now = {job: {"state": state, "running": doing, "took": took} for job, state, doing, took in self.jobs()}
         if (text := json.dumps([(job, one["state"], one["running"]) for job, one in now.items()])) == self._written:
             return
-        self._written = text
         try:
             write_json(self._root / JOB_STATES, now)
-        except DiskFullError as error:
-            self._screen.say(f"{JOB_STATES} is not the newest: {error}")
+            self._written = text
+        except DiskFullError as error:  # tried again at the next look
+            if not self._said_full:
+                self._screen.say(f"{JOB_STATES} is not the newest, and waits for room: {error}")
+            self._said_full = True
 
     def _tell_idle(self) -> None:
         """Say once why places are idle."""

@@ -24,6 +24,7 @@ from typing import Any
 from datasets import load_from_disk
 
 from async_grpo.archive.groups import FinishedGroups
+from async_grpo.archive.room import write_with_room
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.estimators import Estimate
 from async_grpo.formatting import printable
@@ -404,7 +405,7 @@ def main(arguments: Sequence[str]) -> int:
             states.empty(partial)
         {"generate": work.generate, "train": work.train, "evaluate": work.evaluate}[kind](partial)
         if rank == 0:
-            states.finish(partial)
+            write_with_room(lambda: states.finish(partial), should_stop=lambda: False)
             work.tidy()
     except AsyncGRPOError as error:
         print(printable(f"error: {error}"), file=sys.stderr)

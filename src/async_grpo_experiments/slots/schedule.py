@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.errors import AsyncGRPOError, DiskFullError, UsageError
 from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.room import MemoryWatch
 from async_grpo.launch.supervisor import Exit, exit_reason
@@ -36,6 +36,7 @@ from async_grpo_experiments.slots.starter import LOST, LocalStarter, OpenStarter
 OUT_OF_MEMORY = 77  # exit code of a task that says so of itself
 PATIENCE = 10  # starts of others; a task that has waited for more is not overtaken any more
 A_PLACE = Need()
+ROOM_WAIT_S = 10.0  # between two tries to start a task on a full disk
 MOST_LOST = 3  # a task whose process was lost so often has failed
 
 
@@ -182,6 +183,12 @@ class TaskSchedule:
             command = task.command(place)
             log = LogTail(command.log, task.name)
             pid = self._starter.add(_child(task, place, command))
+        except DiskFullError as error:
+            self._packing.give_back(task.name)
+            self._waiting.insert(0, task)
+            self._next_start = time.monotonic() + ROOM_WAIT_S
+            self._say(f"{task.name} waits for room on the disk: {error}")
+            return
         except (OSError, AsyncGRPOError) as error:  # of this task alone: its log cannot be opened, it has no port left
             self._packing.give_back(task.name)
             self._ledger.change(task.name, state=FAILED, place=place.name, why=f"it could not be started: {error}")

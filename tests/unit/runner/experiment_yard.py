@@ -44,7 +44,7 @@ class ExperimentYard:
     def run(self, keys: dict[str, Any] | None = None, **more: Any) -> int:
         self._config: ExperimentConfig = checked(keys or tree())
         return experiment.run_experiment(
-            self.root, self._config, command=self.command, **{"only": None, "places": TWO_PLACES, **more}
+            self.root, self._config, **{"command": self.command, "only": None, "places": TWO_PLACES, **more}
         )
 
     def fail(self, stage: str, how: str = "exit") -> None:

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from experiment_yard import TWO_PLACES, ExperimentYard, tree
 
-from async_grpo.errors import RunDirError, UsageError
+from async_grpo.errors import DiskFullError, RunDirError, UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
+from async_grpo_experiments.runner import run as run_module
 from async_grpo_experiments.runner.config import checked
-from async_grpo_experiments.runner.graph import graph_of, kind_of
+from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
 from async_grpo_experiments.runner.peaks import StageSeconds
 from async_grpo_experiments.runner.run import SECONDS
+from async_grpo_experiments.slots import schedule as schedule_module
 from async_grpo_experiments.slots.ledger import read
 from async_grpo_experiments.slots.places import Place
 
@@ -129,20 +131,88 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, untroubled: dict
         assert yard.hashes() == untroubled and not list(yard.root.glob("jobs/*/*.partial-*"))
 
 
-def test_a_damaged_file_is_made_again_with_what_was_made_of_it(
-    yard: ExperimentYard, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("truncated", ["data", "model", "evaluation"])
+def test_a_truncated_file_is_made_again_with_what_was_made_of_it(
+    yard: ExperimentYard, capsys: pytest.CaptureFixture[str], truncated: str
 ) -> None:
     yard.run()
     before = yard.hashes()
-    model = yard.root / "jobs" / QSHARP_1 / "model"
-    (model / "made").write_text("")
+    folder = yard.root / "jobs" / QSHARP_1 / truncated
+    made = folder / "made"
+    made.write_text(made.read_text()[:-1])
     assert yard.run() == 0
-    again = yard.finished[STAGES:]
-    assert sorted(again) == sorted(
-        [f"{QSHARP_1}.train", f"{QSHARP_1}.evaluate", *(f"{QSHARP_2}.{k}" for k in ("generate", "train", "evaluate"))]
-    )
+    kinds = {"data": ["generate", "train", "evaluate"], "model": ["train", "evaluate"], "evaluation": ["evaluate"]}
+    again = [f"{QSHARP_1}.{kind}" for kind in kinds[truncated]]
+    again += [] if truncated == "evaluation" else [f"{QSHARP_2}.{kind}" for kind in ("generate", "train", "evaluate")]
+    assert sorted(yard.finished[STAGES:]) == sorted(again)
     assert yard.hashes() == before
-    assert f"{QSHARP_1}.train is made again: {model / 'made'} is not what was written" in capsys.readouterr().out
+    assert f"{again[0]} is made again: {made} is not what was written" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_stage_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(yard: ExperimentYard) -> None:
+    yard.fail(f"{QSHARP_1}.evaluate", "hang")
+    assert yard.run({**ONE_LINE, "scheduling": {"deadline_s": 30.0}}) == 1
+    record = read(yard.root / experiment.LEDGER)[f"{QSHARP_1}.evaluate"]
+    assert (record.state, record.code) == ("failed", -9)
+    assert yard.job_states()[QSHARP_2] == "EVAL_COMPLETED"
+    assert "it has taken 30 s, its deadline" in (yard.root / "run.log").read_text()
+
+
+def test_an_import_error_in_a_stage_is_shown_once_and_not_tried_again(
+    yard: ExperimentYard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = yard.folder / "starts"
+
+    def command(root: Path, stage: Stage, token: str) -> list[str]:
+        script = f"open({str(starts)!r}, 'a').write('x'); import no_such_package"
+        return (
+            [sys.executable, "-c", script]
+            if stage.kind == "generate"
+            else ExperimentYard.command(yard, root, stage, token)
+        )
+
+    assert yard.run(ONE_LINE, command=command) == 1
+    assert starts.read_text() == "x"
+    said = capsys.readouterr()
+    assert said.err.count("ModuleNotFoundError: No module named 'no_such_package'") == 2  # why, and its last words
+    assert yard.job_states() == {
+        "reference_tiny_sums": "EVAL_COMPLETED",
+        QSHARP_1: "FAILED",
+        QSHARP_2: f"BLOCKED ({QSHARP_1}.generate failed)",
+    }
+
+
+def test_a_full_disk_is_said_and_waited_for_and_no_state_is_lost(
+    yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice there is no room for an attempt, and for the view of the states at first."""
+    monkeypatch.setattr(schedule_module, "ROOM_WAIT_S", 0.05)
+    begin, write, full = run_module.states.begin, run_module.write_json, {"begin": 2, "write": 3}
+
+    def no_room(what: str) -> None:
+        full[what] -= 1
+        if full[what] >= 0:
+            raise DiskFullError("The disk is full.")
+
+    monkeypatch.setattr(run_module.states, "begin", lambda *args: no_room("begin") or begin(*args))
+    monkeypatch.setattr(run_module, "write_json", lambda *args: no_room("write") or write(*args))
+    assert yard.run(ONE_LINE) == 0
+    said = capsys.readouterr().out
+    assert said.count("waits for room on the disk") == 2 and said.count("job_states.json is not the newest") == 1
+    assert {*yard.job_states().values()} == {"EVAL_COMPLETED"}
+
+
+def test_more_examples_are_for_what_has_not_finished(yard: ExperimentYard) -> None:
+    more = {**ONE_LINE, "data_collection": {"max_examples": 8}}
+    yard.fail(f"{QSHARP_1}.generate")
+    assert yard.run({**more, "data_collection": {"max_examples": 4}}) == 1
+    yard.fail(f"{QSHARP_2}.generate")
+    assert yard.run(more) == 1  # the reference that has finished uses none of them
+    with pytest.raises(UsageError, match=r"data_collection.max_examples: 8, now 16") as refused:
+        yard.run({**more, "data_collection": {"max_examples": 16}})
+    assert QSHARP_1 in str(refused.value)
+    assert yard.run(more) == 0
 
 
 def test_a_changed_key_of_a_finished_stage_is_refused_with_the_difference(yard: ExperimentYard) -> None:

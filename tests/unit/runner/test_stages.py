@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from experiment_yard import tree
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -51,6 +52,13 @@ def test_an_algorithm_gets_its_own_keys_over_the_shared_ones() -> None:
 def test_what_an_algorithm_or_a_dataset_does_not_know_is_refused(keys: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check(checked(tree(**keys)))
+
+
+def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.parquet"
+    Dataset.from_dict({"question": [], "answer": []}).to_parquet(str(rows))
+    with pytest.raises(UsageError, match="GSM8K has no rows in"):
+        check(checked(tree(datasets={"sums": {"source": "GSM8K", "path": str(rows)}})))
 
 
 def test_cuts_are_answered_by_their_wave_and_place() -> None:
