@@ -119,7 +119,10 @@ def _read(source: _Hub, path: str | Path | None, split: str) -> Iterable[Mapping
         found = found[split] if isinstance(found, DatasetDict) else found
     elif Path(path).is_file():
         kind = {".jsonl": "json"}.get(Path(path).suffix, Path(path).suffix.removeprefix("."))
-        found = load_dataset(kind, data_files=str(path), split="train")
+        try:
+            found = load_dataset(kind, data_files=str(path), split="train")
+        except ValueError as error:  # of a file without rows as well
+            raise UsageError(f"{path} has no rows that can be read: {error}") from error
     else:
         found = load_dataset(str(path), split=split)
     columns = [source.prompt] if source.answer is None else [source.prompt, source.answer]
