@@ -104,7 +104,7 @@ def _show(root: Path) -> int:
     from async_grpo_experiments.slots import ledger
 
     config = config_of(root)
-    found, records = on_disk.look(root, config), ledger.read(root / experiment.LEDGER)
+    found, records = on_disk.look(root, config), ledger.read(root / ledger.LEDGER)
     is_run = KernelLock(root / experiment.LOCK).is_held()  # the ledger of a killed runner says what ran then
     rows = []
     for job, stages in stages_by_job(graph_of(config)).items():

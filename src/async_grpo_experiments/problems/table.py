@@ -121,7 +121,7 @@ def _read(source: _Hub, path: str | Path | None, split: str) -> Iterable[Mapping
         kind = {".jsonl": "json"}.get(Path(path).suffix, Path(path).suffix.removeprefix("."))
         try:
             found = load_dataset(kind, data_files=str(path), split="train")
-        except ValueError as error:  # of a file without rows as well
+        except ValueError as error:  # it is empty, or of another kind
             raise UsageError(f"{path} has no rows that can be read: {error}") from error
     else:
         found = load_dataset(str(path), split=split)

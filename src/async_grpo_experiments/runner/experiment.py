@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.launch.child_log import last_line
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.shape import as_json
-from async_grpo.rundir.summary import program
 from async_grpo.setup.devices import visible_gpus
 from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.runner import states
@@ -30,13 +28,13 @@ from async_grpo_experiments.runner.run import GRACE_S, CommandOf, ExperimentRun
 from async_grpo_experiments.runner.run_log import ExperimentLog
 from async_grpo_experiments.runner.screen import NAME
 from async_grpo_experiments.slots import gpu_driver
-from async_grpo_experiments.slots.foreground import exit_code, held_alone, print_failure
-from async_grpo_experiments.slots.ledger import FAILED, Ledger, end_leftovers, read
-from async_grpo_experiments.slots.places import Place, core_places, gpu_places
+from async_grpo_experiments.slots.foreground import conclude, held_alone
+from async_grpo_experiments.slots.ledger import LEDGER, Ledger, end_leftovers, read
+from async_grpo_experiments.slots.places import Place, core_pairs, core_places, gpu_places
 from async_grpo_experiments.slots.slurm import SlurmStarter, check_cluster, end_jobs
 from async_grpo_experiments.slots.starter import LocalStarter, OpenStarter
 
-LEDGER, LOCK, SLURM = "slots.jsonl", "experiment.lock", "slurm"
+LOCK, SLURM = "experiment.lock", "slurm"
 FORECAST_S = 300.0
 STAGES = (sys.executable, "-m", "async_grpo_experiments.runner.stages")
 
@@ -123,12 +121,8 @@ def run_experiment(
         with closing(Ledger(root / LEDGER)) as ledger:
             run = ExperimentRun(root, config, graph, found, ledger, log, wanted)
             stopped = run.run(_places(config) if places is None else places, command, starter)
-            for name in wanted:
-                if (record := ledger.records[name]).state == FAILED:
-                    print_failure(NAME, name, record)
-            code = exit_code([ledger.records[name] for name in wanted], stopped=stopped)
-        if code:
-            print(f"continue: {program()} experiment resume_from={root}", flush=True)
+            records = {name: ledger.records[name] for name in wanted}
+            code = conclude(NAME, records, stopped=stopped, go_on=f"experiment resume_from={root}")
         try:
             write_results(root, config)
         except DiskFullError as error:
@@ -147,7 +141,7 @@ def _places(config: ExperimentConfig) -> list[Place]:
     if gpus:
         at_most = None if most is None else min(gpus, most * system.gpus_per_job)
         return [replace(place, bytes=_usable(place)) for place in gpu_places(gpus, each=1, at_most=at_most)]
-    return core_places((most or max(1, len(os.sched_getaffinity(0)) // 2)) * system.gpus_per_job)
+    return core_places((most or core_pairs()) * system.gpus_per_job)
 
 
 def _usable(place: Place) -> int | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import printable
 from async_grpo.rundir.locks import KernelLock, describe_holder
+from async_grpo.rundir.summary import program
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Record
 
 STOPPED_CODE = 130  # as a shell has it for Ctrl-C
@@ -49,7 +50,17 @@ def exit_code(records: Iterable[Record], *, stopped: bool) -> int:
     return STOPPED_CODE if stopped and states - {FINISHED} else 0
 
 
-def print_failure(who: str, what: str, record: Record) -> None:
-    """Print why a task failed, and its last words, to standard error."""
-    print(printable(f"[{who}] {what} failed ({record.why}). Its last words:"), file=sys.stderr)
-    print(printable(record.last_words or record.why), file=sys.stderr)
+def conclude(who: str, records: Mapping[str, Record], *, stopped: bool, go_on: str) -> int:
+    """Print why tasks failed, with their last words, and how what has not finished continues; returns the exit code.
+
+    Args:
+        records: by what each task is called.
+        go_on: the command that continues.
+    """
+    for what, record in records.items():
+        if record.state == FAILED:
+            print(printable(f"[{who}] {what} failed ({record.why}). Its last words:"), file=sys.stderr)
+            print(printable(record.last_words or record.why), file=sys.stderr)
+    if any(record.state != FINISHED for record in records.values()):
+        print(f"continue: {program()} {go_on}", flush=True)
+    return exit_code(records.values(), stopped=stopped)

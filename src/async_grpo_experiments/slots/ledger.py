@@ -20,6 +20,7 @@ from async_grpo.setup.process import is_alive
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
 BLOCKED = "blocked"  # it needs a task that failed
+LEDGER = "slots.jsonl"  # its file, in the folder of a sweep or an experiment
 _START = 19  # of the fields of /proc/PID/stat after the name: field 22 in proc(5)
 POLL_S = 0.05
 KILL_WAIT_S = 30.0  # a process that SIGKILL does not end by then hangs in the kernel

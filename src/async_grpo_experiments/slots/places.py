@@ -45,6 +45,11 @@ def gpu_places(visible: int, *, each: int, first: int = 0, at_most: int | None =
     return [Place(name="gpu" + "-".join(gpus), gpus=gpus) for gpus in chosen]
 
 
+def core_pairs() -> int:
+    """How many tasks without a GPU run at a time: each has a server and a worker, a core each."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def core_places(count: int, cores: Sequence[int] | None = None) -> list[Place]:
     """`count` places that share the cores of this process evenly; with fewer cores than places, places share cores."""
     mine = sorted(os.sched_getaffinity(0) if cores is None else cores)

@@ -14,10 +14,9 @@ from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import CONFIDENCE, Estimate, mean_with_interval, range_of_difference
 from async_grpo.formatting import counted
 from async_grpo_experiments.slots import ledger
-from async_grpo_experiments.slots.ledger import FINISHED
+from async_grpo_experiments.slots.ledger import FINISHED, LEDGER
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.agreement import first_figure
-from async_grpo_experiments.sweeps.plan import LEDGER
 from async_grpo_experiments.sweeps.progress import Curves, curves
 
 RESAMPLES = 10_000

@@ -23,7 +23,6 @@ STAGGER_S = 5.0  # loading needs most memory
 GROUP_PORTS_ABOVE = 43200  # the first group port less the base port
 GROUP_PORTS_APART = 100
 MAX_PORT = 65535
-LEDGER = "slots.jsonl"  # of the sweep's folder: which runs were started, and how they ended
 OWN_OPTIONS = ("run_name", "run_group", "run_tags", "delta_dir")  # that differ from run to run
 
 

@@ -17,11 +17,10 @@ from async_grpo.serving.vllm_server import is_free
 from async_grpo.settings import TrainingSettings, WorkerSettings
 from async_grpo.setup.devices import CPU, visible_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER, VLLM_SERVER
-from async_grpo_experiments.slots.places import Place, core_places, gpu_places
+from async_grpo_experiments.slots.places import Place, core_pairs, core_places, gpu_places
 from async_grpo_experiments.sweeps.commands import wandb_is_offline
 from async_grpo_experiments.sweeps.plan import ASYNC, TRL, Sweep
 
-CORES_PER_RUN = 2  # without a GPU: for a server and a worker
 OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
 BF16_DELTA, FP32_DELTA = 0.2, 0.7  # size of a delta, by the size of the weights
 LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
@@ -66,8 +65,7 @@ def places_of(sweep: Sweep) -> list[Place]:
         each = sweep.gpus_per_run or 1
         places = gpu_places(gpus, each=each, first=sweep.start_instance * each, at_most=sweep.num_instances)
         return places[: len(sweep.seeds)]
-    count = sweep.num_instances or max(1, len(os.sched_getaffinity(0)) // CORES_PER_RUN)
-    return core_places(min(count, len(sweep.seeds)))
+    return core_places(min(sweep.num_instances or core_pairs(), len(sweep.seeds)))
 
 
 def _places_of_plain_trl(sweep: Sweep, facts: TrainerFacts, places: list[Place]) -> list[Place]:

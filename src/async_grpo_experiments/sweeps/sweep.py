@@ -11,17 +11,16 @@ from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.formatting import counted, printable
 from async_grpo.launch.screen import live_console
 from async_grpo.rundir.folders import make_folder
-from async_grpo.rundir.summary import program
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
-from async_grpo_experiments.slots.foreground import exit_code, held_alone, print_failure, stopped_by_signals
-from async_grpo_experiments.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
+from async_grpo_experiments.slots.foreground import conclude, held_alone, stopped_by_signals
+from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Ledger, Record, end_leftovers, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.agreement import agreement
 from async_grpo_experiments.sweeps.commands import command
-from async_grpo_experiments.sweeps.plan import ASYNC, LEDGER, Run, Sweep
+from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, preflight
 from async_grpo_experiments.sweeps.progress import Reason, steps_left, unfinished
 from async_grpo_experiments.sweeps.report import headline, write_report
@@ -105,9 +104,6 @@ def _announce(sweep: Sweep, found: Preflight, screen: SweepScreen) -> None:
 
 
 def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> int:
-    for run in sweep.runs:
-        if (record := records[run.name]).state == FAILED:
-            print_failure("sweep", f"seed {run.seed}", record)
     found = agreement(sweep, records)
     try:
         write_report(sweep.folder, found)
@@ -115,10 +111,8 @@ def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> 
         print(f"[sweep] the report is not complete: {error}", file=sys.stderr)
     print(printable("\n".join(headline(found))), flush=True)
     print(f"report: {sweep.folder / 'report.md'}", flush=True)
-    own = [records[run.name] for run in sweep.runs]
-    if any(record.state != FINISHED for record in own):
-        print(f"continue: {program()} sweep {sweep.folder} --resume", flush=True)
-    return exit_code(own, stopped=stopped)
+    own = {f"seed {run.seed}": records[run.name] for run in sweep.runs}
+    return conclude("sweep", own, stopped=stopped, go_on=f"sweep {sweep.folder} --resume")
 
 
 def _make_parents(folder: Path) -> None:

@@ -22,7 +22,7 @@ from async_grpo_experiments.runner.graph import graph_of, keys_of, kind_of
 from async_grpo_experiments.runner.peaks import StageSeconds
 from async_grpo_experiments.runner.priority import chains_left, estimate_job_priority, named
 from async_grpo_experiments.runner.run import SECONDS
-from async_grpo_experiments.slots.ledger import RUNNING, Ledger, Record
+from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, Ledger, Record
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_status_says_what_runs_only_while_a_runner_lives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_run: bool
 ) -> None:
     root = begun(tmp_path / "x")
-    ledger, lock = Ledger(root / experiment.LEDGER), KernelLock(root / experiment.LOCK)
+    ledger, lock = Ledger(root / LEDGER), KernelLock(root / experiment.LOCK)
     ledger.put(Record(task="DPO_tiny_sums_r1.train", state=RUNNING))
     ledger.close()
     if is_run:

@@ -13,14 +13,13 @@ from experiment_yard import TWO_PLACES, ExperimentYard, tree
 from async_grpo.errors import DiskFullError, RunDirError, UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.rundir.locks import KernelLock
-from async_grpo_experiments.runner import experiment
 from async_grpo_experiments.runner import run as run_module
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
 from async_grpo_experiments.runner.peaks import StageSeconds
 from async_grpo_experiments.runner.run import SECONDS
 from async_grpo_experiments.slots import schedule as schedule_module
-from async_grpo_experiments.slots.ledger import read
+from async_grpo_experiments.slots.ledger import LEDGER, read
 from async_grpo_experiments.slots.places import Place
 
 ONE_LINE = tree(algos={"QSharp": {}})
@@ -153,7 +152,7 @@ def test_a_truncated_file_is_made_again_with_what_was_made_of_it(
 def test_a_stage_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(yard: ExperimentYard) -> None:
     yard.fail(f"{QSHARP_1}.evaluate", "hang")
     assert yard.run({**ONE_LINE, "scheduling": {"deadline_s": 30.0}}) == 1
-    record = read(yard.root / experiment.LEDGER)[f"{QSHARP_1}.evaluate"]
+    record = read(yard.root / LEDGER)[f"{QSHARP_1}.evaluate"]
     assert (record.state, record.code) == ("failed", -9)
     assert yard.job_states()[QSHARP_2] == "EVAL_COMPLETED"
     assert "it has taken 30 s, its deadline" in (yard.root / "run.log").read_text()
@@ -244,7 +243,7 @@ def test_a_stage_that_ends_without_its_folder_has_failed(yard: ExperimentYard) -
 
     yard.command = command  # type: ignore[assignment]
     assert yard.run() == 1
-    record = read(yard.root / experiment.LEDGER)["reference_tiny_sums.evaluate"]
+    record = read(yard.root / LEDGER)["reference_tiny_sums.evaluate"]
     assert record.why.startswith("it ended without leaving")
 
 

@@ -20,7 +20,7 @@ from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.graph import graph_of
 from async_grpo_experiments.runner.peaks import MemoryPeaks, way_out
 from async_grpo_experiments.slots import gpu_driver
-from async_grpo_experiments.slots.ledger import FAILED, read
+from async_grpo_experiments.slots.ledger import FAILED, LEDGER, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
 
@@ -163,7 +163,7 @@ def test_out_of_memory_alone_fails_with_what_would_help(yard: ExperimentYard, dr
     keys = {**ONE_ROUND, "training": {"datasets": ["sums"], "gradient_checkpointing": False}}
     yard.fail(TRAIN, f"code {OUT_OF_MEMORY}")
     assert yard.run(keys, places=TWO_GPUS[:1]) == 1
-    record = read(yard.root / experiment.LEDGER)[TRAIN]
+    record = read(yard.root / LEDGER)[TRAIN]
     assert (record.state, record.why) == (
         FAILED,
         "out of memory alone on GPU 0 (80 GB): set algos.QSharp.batch_size=12, training.micro_batch_size=2 or "

@@ -13,9 +13,9 @@ from async_grpo.api.notebook import Panel
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.reports.series import logged
-from async_grpo_experiments.slots.ledger import FINISHED, Record
+from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Record
 from async_grpo_experiments.sweeps import plan
-from async_grpo_experiments.sweeps.plan import LEDGER, Sweep
+from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.progress import curves
 
 HUGE = "1" + "0" * 400
