@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-experiments test-trackers test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-experiments experiment-demo test-trackers test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -149,7 +149,13 @@ chaos-vllm: .venv-vllm/.installed
 	touch $@
 
 test-experiments: .venv-experiments/.installed
-	.venv-experiments/bin/python -m pytest -n $(JOBS) tests/unit/runner tests/unit/rewards
+	.venv-experiments/bin/python -m pytest -n $(JOBS) tests/unit/runner tests/unit/rewards tests/with_experiments
+
+# A whole experiment, killed twice on the way. DEMO="--update-docs" puts its table and plot into the docs.
+DEMO ?=
+
+experiment-demo: .venv-experiments/.installed
+	.venv-experiments/bin/python scripts/experiment_demo.py $(DEMO)
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers
