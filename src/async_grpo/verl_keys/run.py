@@ -170,8 +170,8 @@ def is_multi_task(keys: Keys, tasks: int) -> bool:
 
 
 def _seen_in_training(training: Dataset, held_out: Mapping[str, Dataset]) -> Iterator[str]:
-    known = {*map(_text, training["prompt"])}
-    prompts = [_text(prompt) for rows in held_out.values() for prompt in rows["prompt"]]
+    known = {*map(_text, training["prompt"][:])}
+    prompts = [_text(prompt) for rows in held_out.values() for prompt in rows["prompt"][:]]
     if again := [text for text in prompts if text in known]:
         yield (
             f"warning: {len(again):,} of the {len(prompts):,} rows of data.val_files have a prompt of "
