@@ -219,7 +219,6 @@ def test_a_machine_that_is_frozen_for_a_minute(cluster: Machines) -> None:
         run.run.wait_until(lambda: run.alive() == 2, "the machine again")
         run.wait_for_groups()
         assert run.stop() == 0, run.run.output
-        print(run.log())
     judged(cluster, run.folder)
 
 
@@ -261,14 +260,12 @@ def test_what_a_machine_lacks_is_named(cluster: Machines) -> None:
         assert made.returncode == 0, made.stderr
     with training(cluster, "-n", "0", "--nodes", "3", "--node-dir", "/tmp/small", *EVER) as run:
         assert run.run.wait() == 2
-        print(run.run.output)
     assert re.search(r"error: gpu[23]: /tmp/small/\S+: the disk is full\. Make room", run.run.output)
     (first.folder / "data.txt").write_text("3+3=\n")
     (first.folder / "project").mkdir()
     (first.folder / "project" / "setup.py").write_text(NO_DATA)
     with training(cluster, "-n", "0", "--nodes", "3", setup=Path("/tmp/project/setup.py")) as run:
         assert run.run.wait() == 2
-        print(run.run.output)
     assert re.search(r"on node gpu[23]: .*No such file or directory: '/tmp/data.txt'", run.run.output, re.DOTALL)
 
     for machine in others:
@@ -279,12 +276,10 @@ def test_what_a_machine_lacks_is_named(cluster: Machines) -> None:
         others[0].run("dd", "if=/dev/zero", "of=/tmp/small/file", "bs=4k", deadline_s=60)
         run.run.wait_until(lambda: run.alive() == 1, "the full disk to be noticed")
         run.wait_for_groups()
-        print(run.log())
         others[0].run("rm", "/tmp/small/file", deadline_s=60)
         run.run.wait_until(lambda: run.alive() == 2, "both nodes again")
         run.both_work()
         assert run.stop() == 0, run.run.output
-        print(run.log())
     judged(cluster, run.folder)
 
 
@@ -299,7 +294,6 @@ def test_the_head_of_ray_is_killed_and_local_workers_go_on(cluster: Machines) ->
         for machine in cluster[1:]:
             until(lambda machine=machine: not machine.ours(), f"the end of {machine.name}'s processes")
         assert run.stop() == 0
-        print(run.run.output, run.log())
     judged(cluster, run.folder)
 
 
@@ -308,11 +302,7 @@ def test_the_head_of_ray_is_killed_and_nobody_is_left(cluster: Machines) -> None
         run.run.wait_until(lambda: run.alive() == 2, "both nodes")
         run.wait_for_groups()
         cluster[0].having("gcs_server")[0].kill()
-        began = time.monotonic()
-        code = run.run.process.wait(GIVE_UP_S)
-        print("code", code, "after", time.monotonic() - began)
-        print(run.run.output, run.log())
-        assert code == 1
+        assert run.run.process.wait(GIVE_UP_S) == 1, run.run.output
         assert "Ray is gone: nobody is left on this machine" in run.run.output
         assert "--resume" in run.run.output
     judged(cluster, run.folder)
