@@ -252,19 +252,22 @@ def get_trainer():
 """
 
 
+NO_DATA_THERE = Path("/tmp/project/setup.py")
+
+
 def test_what_a_machine_lacks_is_named(cluster: Machines) -> None:
     """No room for the run directory, no data; and a disk that is full for a while."""
     first, *others = cluster
     for machine in others:
         made = machine.run("sh", "-c", "mkdir small && mount -t tmpfs -o size=16k tmpfs small", deadline_s=60)
         assert made.returncode == 0, made.stderr
-    with training(cluster, "-n", "0", "--nodes", "3", "--node-dir", "/tmp/small", *EVER) as run:
+    with training(cluster, "-n", "0", "--nodes", "3", "--node-dir", "/tmp/small", "--run-dir", "no-room", *EVER) as run:
         assert run.run.wait() == 2
     assert re.search(r"error: gpu[23]: /tmp/small/\S+: the disk is full\. Make room", run.run.output)
     (first.folder / "data.txt").write_text("3+3=\n")
     (first.folder / "project").mkdir()
     (first.folder / "project" / "setup.py").write_text(NO_DATA)
-    with training(cluster, "-n", "0", "--nodes", "3", setup=Path("/tmp/project/setup.py")) as run:
+    with training(cluster, "-n", "0", "--nodes", "3", "--run-dir", "no-data", setup=NO_DATA_THERE) as run:
         assert run.run.wait() == 2
     assert re.search(r"on node gpu[23]: .*No such file or directory: '/tmp/data.txt'", run.run.output, re.DOTALL)
 
