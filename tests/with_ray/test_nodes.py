@@ -98,6 +98,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
             run.wait_until(lambda: groups_of(run_dir) > had + 8, "groups after a loss")
 
         worker = run.wait_until(lambda: having(run, "async_grpo.cli worker", str(node_dir)), "a far worker")[0]
+        assert worker.nice() == psutil.Process(run.process.pid).nice(), "it would get what local workers leave over"
         worker.kill()
         made_more()
         frozen = having(run, "ray::FarNode")[0]
