@@ -328,7 +328,9 @@ def trainer_of(path: Path) -> Any:
     if not keys["evaluated"]:
         unguided = {"eta": "off"} if keys["guided_by"] else None
         plan = work.algorithm.plan
-        trainer.generation_plan = requests_of(lambda problems: plan(problems, work.job.round), unguided=unguided)
+        trainer.generation_plan = requests_of(
+            lambda problems: plan(problems, work.job.round), trainer, unguided=unguided
+        )
     if keys["guided_by"]:
         from async_grpo_experiments.guidance.setup import guided
 
