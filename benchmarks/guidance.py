@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -636,9 +635,8 @@ def main() -> None:
                 print(as_text([one]), flush=True)
             print(f"    {name}: {time.monotonic() - began:.0f} s, {computed_s() - used:.0f} s of CPU", flush=True)
     if options.docs:
-        measured = {one["name"] for one in map(asdict, rows)}
         earlier = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-        rows = [*(Row(**one) for one in earlier if one["name"] not in measured), *rows]
+        rows = [*({one["name"]: Row(**one) for one in earlier} | {one.name: one for one in rows}).values()]
         write_json(options.json, rows, load_before=load)
         busy = "; other work ran beside it" if load[0] >= len(os.sched_getaffinity(0)) else ""
         update_docs("guidance", f"Machine: {machine_line(describe_machine())}{busy}.\n\n{table(rows)}")
