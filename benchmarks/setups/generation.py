@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from async_grpo.evals.asking import Plan, SampleRequest
 from async_grpo_experiments.worlds.tiny import endless_transformer, words_tokenizer
 
-PROBLEMS, SAMPLES, TOKENS = 48, 8, 96
+PROBLEMS, SAMPLES, TOKENS = 24, 8, 64
 LETTERS = "abcdefgh"
 
 
