@@ -49,8 +49,8 @@ AT_MOST_S = 3 * 3600
 PICTURE = ROOT / "docs" / "images" / "experiment_demo.png"
 BATCH = {"batch_size": 128, "num_workers": 0}
 ALGORITHMS: Mapping[str, Mapping[str, object]] = {
-    "QSharp": {**BATCH, "lr": 1e-3, "max_steps": 150, "loss_type": "bce", "guidance.mode": "bernoulli"},
-    "PITA": {**BATCH, "lr": 1e-3, "max_steps": 150},
+    "QSharp": {**BATCH, "lr": 1e-3, "max_steps": 400, "loss_type": "bce", "guidance.mode": "bernoulli"},
+    "PITA": {**BATCH, "lr": 1e-3, "max_steps": 400},
     "DPO": {**BATCH, "lr": 1e-4, "max_steps": 60},
     "GRPO": {**BATCH, "lr": 4e-4, "max_steps": 40, "samples_per_prompt": 8, "workers": 1, "kl_coef": 0.01},
     "GRPO-HF": {**BATCH, "lr": 4e-4, "max_steps": 40, "samples_per_prompt": 8, "workers": 1, "kl_coef": 0.01},
@@ -64,7 +64,8 @@ KEYS = (
     "system.max_parallel_jobs=2",
     "generation.batch_size=64",
     "generation.max_new_tokens=4",
-    "data_collection.max_examples=200",
+    "data_collection.max_examples=1000",
+    "data_collection.samples_per_example=2",
     "evaluation.max_examples=64",
     "evaluation.num_samples=4",
     "evaluation.etas=[0.1,0.3,1]",
@@ -193,7 +194,7 @@ def run(folder: Path) -> tuple[Path, str]:
     runner.until(lambda records: share_done(records) > 0.5)
     runner.kill()
     before, during = finished(root), [record.task for record in running(read(root / LEDGER))]
-    print(f"demo: killed the runner while {' and '.join(during)} ran; {len(before)} stages had finished", flush=True)
+    print(f"demo: killed the runner; running: {', '.join(during) or 'none'}; finished: {len(before)}", flush=True)
     before_s = cpu_s()
     code = Runner(folder, ["experiment", f"resume_from={root}"]).ended()
     assert code == 0, f"the resumed experiment ended with {code}"
