@@ -83,10 +83,8 @@ class Work:
         module, name, _ = ALGORITHMS[self.job.algo]
         kind = getattr(import_module(f"async_grpo_experiments.algorithms.{module}"), name)
         if self.job.algo == "GRPO":
-            reward = self.problems.reward
-            name = self.reward_model(self.job.dataset)
-            if reward is not None:
-                name = f"{reward.__module__}:{reward.__qualname__}"
+            reward, dataset = self.problems.reward, self.job.dataset
+            name = f"{reward.__module__}:{reward.__qualname__}" if reward else self.reward_model(dataset)
             return kind(self.algorithm_settings, self.problems.rows, name)
         if self.job.algo == "GRPO-HF":
             return kind(self.algorithm_settings, self.problems.rows)

@@ -117,3 +117,15 @@ def test_a_reward_model_scores_what_was_sampled(tmp_path: Path, batch: int) -> N
 def test_a_reward_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not the same token to both"):
         check(scored_by(tmp_path, words_tokenizer("abcdefgh")))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "reward"),
+    [
+        ({}, "async_grpo_experiments.problems.table:exactly"),
+        ({"source": "sentiment", "reward_model": "judge"}, "judge"),
+    ],
+)
+def test_grpo_is_rewarded_by_the_function_of_its_dataset_or_by_a_model(dataset: dict[str, str], reward: str) -> None:
+    config = checked(tree(algos={"GRPO": {}}, datasets={"sums": dataset}))
+    assert Work(config, jobs_of(config)[1]).algorithm._reward == reward
