@@ -136,7 +136,8 @@ class ExperimentRun:
             arguments = command(self._root, stage, token)
             env = place.environment(os.environ)
             self._log.note(f"{stage.name}: {shlex.join(arguments)}")
-            self._log.note(f"{stage.name} on {place.name}, CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']!r}")
+            if config.system.engine == "local":  # else the job's own environment says it, in the stage's log
+                self._log.note(f"{stage.name} on {place.name}, CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']!r}")
             log = folder.parent / f"log_{stage.kind}.txt"
             return Command(arguments, env, log, token)
 
