@@ -6,7 +6,7 @@
 # The trainer is on one machine. There 32 B parameters take 16 bytes each, 75 GB on each of 7 GPUs before activations, so
 # this wants GPUs of 141 GB; a critic would take as much again, so it trains without one. On GPUs of 80 GB it waits for a
 # trainer over several machines. `--dry-run` after the script's name says what fits. TRAIN_FILES and VAL_FILES replace the
-# files; further keys, or options of `async-grpo train`, may follow. Never run here: SLURM itself, a GPU, 32 B.
+# files; further keys, or options of `async-grpo train`, may follow. Never run here: SLURM with several nodes, a GPU, 32 B.
 #SBATCH --job-name=async-grpo-math
 #SBATCH --nodes=4
 #SBATCH --gres=gpu:8

@@ -5,7 +5,7 @@
 #
 # `--nodes 1` tries it on one machine. TRAIN_FILES replaces the files; further keys, or options of `async-grpo train`,
 # may follow the name of the script. Rows of codegen need ASYNC_GRPO_RUN_MODEL_CODE=1, those of stem_web a judge at
-# STEM_LLM_JUDGE_URL. Never run here: SLURM itself, a GPU, these files.
+# STEM_LLM_JUDGE_URL. Never run here: SLURM with several nodes, a GPU, these files.
 #SBATCH --job-name=async-grpo-mtl
 #SBATCH --nodes=4
 #SBATCH --gres=gpu:8

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from async_grpo.verl_keys import Keys
 from async_grpo.verl_keys.steps import Steps
+
+if TYPE_CHECKING:
+    from conftest import SmallJob
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -121,36 +121,14 @@ def test_a_script_that_is_no_job_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_submitted_again_continues(job: Job, tmp_path: Path) -> None:
+def test_a_job_that_is_submitted_again_continues(job: Job, small_job: SmallJob) -> None:
     """The script of six tasks, on two small ones, on the CPU."""
-    sys.path.insert(0, str(ROOT / "tests" / "integration" / "setups"))
-    from random_model import get_trainer
-
-    trainer = get_trainer()
-    trainer.model.save_pretrained(tmp_path / "model")
-    trainer.processing_class.save_pretrained(tmp_path / "model")
-    files = {}
-    for task, source in (("math", "math__sums"), ("logic", "simulation__sums")):
-        files[task] = str(tmp_path / f"{task}.parquet")
-        rows = [
-            {"data_source": source, "prompt": f"{number % 10}+1=", "reward_model": {"ground_truth": "7"}}
-            for number in range(160)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), files[task])
-    keys = (
-        *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "mtl.num_tasks_expected=2"),
-        *("data.max_response_length=3", "trainer.save_freq=10", f"trainer.default_local_dir={tmp_path / 'out'}"),
-        "trainer.total_training_steps=60",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    )
-    env = {"PYTHON": sys.executable, "TRAIN_FILES": str(files), "BASE_MODEL": str(tmp_path / "model")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    process = job("multinode_mtl.sh", *keys, **env)
-    until((tmp_path / "out" / "checkpoint-10").is_dir, process)
+    process = job("multinode_mtl.sh", *small_job.keys, **small_job.env)
+    until((small_job.output / "checkpoint-10").is_dir, process)
     process.send_signal(signal.SIGUSR1)
     assert "stopped" in ended(process)
-    again = job("multinode_mtl.sh", *keys, **env)
+    again = job("multinode_mtl.sh", *small_job.keys, **small_job.env)
     output = ended(again)
     assert again.returncode == 0, output
     assert "resuming from" in output
-    assert (tmp_path / "out" / "checkpoint-60").is_dir()
+    assert (small_job.output / "checkpoint-60").is_dir()
