@@ -1,10 +1,12 @@
 """Workers on other machines: what Ray and the gate cost, on a cluster of this machine.
 
-    .venv-ray/bin/python benchmarks/nodes.py [--rounds 3] [--json FILE] [--plot FILE] [--update-docs]
+    .venv-ray/bin/python benchmarks/nodes.py [--rounds 5] [--json FILE] [--plot FILE] [--update-docs]
 
 Stand-ins are actors that answer at once: a group a job, so that nothing but the way is measured. All raylets, the gate
 and the server's side share the cores of this machine, so a figure is a lower bound of what machines of their own do.
-The table of many nodes is a formula of the costs measured here, and says which part is at its limit first.
+Whole runs with nodes and without take turns (`node_runs.py`), with products of matrices between them: where these took
+more than a tenth longer at one time than at another, the row says "not measurable here". The table of many nodes is a
+formula of the costs measured here, and says which part is at its limit first.
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from benchmarks.control import PAIRS
+from benchmarks.node_runs import comparisons, memory_of_ray, pending_again_s
 from benchmarks.queue_cycles import RUN, make_group, make_job
 from benchmarks.table import Row, as_markdown, as_text, describe_machine, machine_line, row, update_docs, write_json
 
-from async_grpo.nodes.cluster import EXCHANGE, WEIGHTS, Cluster, RayNode
+from async_grpo.nodes.cluster import EXCHANGE, LOCAL_ADDRESS, LOCAL_STORE_BYTES, WEIGHTS, Cluster, Machine, RayNode
 from async_grpo.nodes.receiving import ReceivedWeights
 from async_grpo.nodes.seat import FarNodeSeat
 from async_grpo.nodes.sending import PublishedVersions, WeightsPiece
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_job, encode_group
 from async_grpo.rundir.plan import RunPlan
-from async_grpo.setup.process import path_to_us
+from async_grpo.setup.process import end_with_parent, path_to_us
 from async_grpo.telemetry.activity import Activity
 from async_grpo.telemetry.nodes import NodeRecord
 from async_grpo_ipc import WeightExporter
@@ -69,11 +73,16 @@ time.sleep(600)
 class StandIn:
     """An actor in the place of `FarNode`: it has answered every job before it is asked."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, works: bool) -> None:
+        end_with_parent(os.getppid(), signal.SIGKILL)  # the raylet, as `FarNode`
         self._weights = ReceivedWeights(Path(folder) / f"{os.getpid()}.json", workers=1)
+        self._works = works
+
+    def facts(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
 
     def exchange(self, jobs: list[tuple[int, int, bytes]], states: bytes) -> dict[str, Any]:
-        made = [decode_job(data) for _, _, data in jobs]
+        made = [decode_job(data) for _, _, data in jobs if self._works]
         return {
             "groups": [(job.seq, encode_group(make_group(job, 0, "dev1", tokens=TOKENS))) for job in made],
             "failures": [],
@@ -104,16 +113,29 @@ class NoWeights(PublishedVersions):
         yield WeightsPiece({"kind": "bare"}, b"", 0)
 
 
-def stand_ins(cluster: Cluster, folder: Path) -> list[RayNode]:
+def stand_ins(cluster: Cluster, folder: Path, machines: list[Machine], *, works: bool = True) -> list[RayNode]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor = cluster._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(StandIn)
-    places = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in cluster.machines()]
-    handles = [actor.options(num_cpus=0.5, scheduling_strategy=place).remote(str(folder)) for place in places]
+    places = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in machines]
+    handles = [actor.options(num_cpus=0.5, scheduling_strategy=place).remote(str(folder), works) for place in places]
     nodes = [RayNode(handle, cluster._ray) for handle in handles]
     for node in nodes:
-        node.exchange([], b"").result(120)
+        node.exchange([], b"").result(300)
     return nodes
+
+
+def lost_nodes(cluster: Cluster, folder: Path, rounds: int, *, is_frozen: bool) -> list[float]:
+    """Seconds until the jobs of a lost machine are pending again. Each round makes a machine, which it ends."""
+    like_others: dict[str, Any] = {"node_ip_address": LOCAL_ADDRESS, "object_store_memory": LOCAL_STORE_BYTES}
+    taken = []
+    for number in range(rounds):
+        name = f"lost-{is_frozen}-{number}"
+        cluster._local.add_node(**like_others, include_dashboard=False, num_gpus=0, num_cpus=1, node_name=name)
+        (node,) = stand_ins(cluster, folder, [one for one in cluster.machines() if one.name == name], works=False)
+        pid = node.facts().result(60)["pid"]
+        taken.append(pending_again_s(node, pid, NoWeights(), is_frozen=is_frozen))
+    return taken
 
 
 def exchange_ms(node: RayNode, times: int = 200) -> list[float]:
@@ -230,7 +252,9 @@ def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
             row("cluster of 3 nodes on this machine: ready", [time.perf_counter() - began], "s", target="<= 25")
         )
         folder = Path(scratch)
-        nodes = stand_ins(cluster, folder)
+        nodes = stand_ins(cluster, folder, cluster.machines())
+        memory = memory_of_ray() / 2**20
+        rows.append(row("memory of Ray itself, 3 nodes", [memory], "MiB"))
         exchange = exchange_ms(nodes[0])
         rows.append(row("an exchange that brings nothing", exchange, "ms"))
         groups = [groups_per_s(nodes, folder) for _ in range(rounds)]
@@ -242,8 +266,13 @@ def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
         rows.append(row("the same bytes by a bare put, get and copy", [1000 * s for s in bare], "ms"))
         shares = [bare_s / ours_s for ours_s, bare_s in zip(ours, bare, strict=True)]
         rows.append(row("speed of the former over the latter", shares, "x", target=">= 0.7"))
-    killed = [pending_again_ms(Path(tempfile.gettempdir())) for _ in range(rounds)]
-    rows.append(row("claims of a killed gate: pending again after", killed, "ms", target="<= 200"))
+        killed = lost_nodes(cluster, folder, rounds, is_frozen=False)
+        rows.append(row("groups of a killed node: pending again after", killed, "s", target="<= 4"))
+        frozen = lost_nodes(cluster, folder, rounds, is_frozen=True)
+        rows.append(row("groups of a frozen node: pending again after", frozen, "s", target="<= 12"))
+    gate = [pending_again_ms(Path(tempfile.gettempdir())) for _ in range(rounds)]
+    rows.append(row("groups of a killed gate: pending again after", gate, "ms", target="<= 200"))
+    rows += comparisons(rounds)
     encode_s = 0.0
     for rate, target in ((1e-6, ">= 30"), (1e-5, ">= 8")):
         ratio, encode_s = delta_ratio(rate)
@@ -304,7 +333,7 @@ def plot(costs: dict[str, float], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=PAIRS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw the table of many nodes")
     parser.add_argument("--update-docs", action="store_true", help="write the tables into docs/nodes.md")
