@@ -127,14 +127,15 @@ def held_out_accuracy(model: Any, tokenizer: Any) -> float:
 
 
 def processes_of_this_run() -> dict[str, list[int]]:
-    """Process ids by role: the first word after `async_grpo.cli` on the command line, e.g. `server` or `worker`."""
+    """Process ids by role: the first word after `async_grpo.cli` on the command line, e.g. `server`; else `ray`."""
     mark = f"BENCH_RECORD={os.environ['BENCH_RECORD']}".encode()
     found: dict[str, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark in path.read_bytes().split(b"\0"):
                 words = (path.parent / "cmdline").read_text().split("\0")
-                found.setdefault(words[words.index("async_grpo.cli") + 1], []).append(int(path.parent.name))
+                role = words[words.index("async_grpo.cli") + 1] if "async_grpo.cli" in words else "ray"
+                found.setdefault(role, []).append(int(path.parent.name))
     return found
 
 
