@@ -91,6 +91,7 @@ class Machine:
             text=True,
             timeout=deadline_s,
             check=False,
+            start_new_session=True,  # the kernel shares the processor out between sessions first
         )
 
     def start_ray(self, *, head: Machine | None = None, cpus: int = 4) -> None:
