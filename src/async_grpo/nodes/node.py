@@ -99,8 +99,9 @@ class FarNode:
             self._side = _RunHere(order)
         except AsyncGRPOError as error:
             return str(error)
-        except OSError as error:  # no room, no right
-            return sentence_of(error) or reason_of(error)
+        except OSError as error:  # no room, no right; a write that fails names no file
+            named = OSError(error.errno, error.strerror, error.filename or _parent_of(order))
+            return sentence_of(named) or reason_of(named)
         return ""
 
     def exchange(self, jobs: list[tuple[int, int, bytes]], states: bytes) -> dict[str, Any]:
@@ -349,9 +350,13 @@ def _gpus() -> list[str]:
         return []
 
 
+def _parent_of(order: dict[str, Any]) -> str:
+    return str(order["node_dir"] or tempfile.gettempdir())
+
+
 def _folder_for(order: dict[str, Any], run_id: str) -> Path:
     """A new folder for the run directory of this node."""
-    parent = Path(order["node_dir"] or tempfile.gettempdir())
+    parent = Path(_parent_of(order))
     _tidy_up(parent, run_id)
     root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}"
     check_place(root)

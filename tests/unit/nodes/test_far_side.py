@@ -275,12 +275,12 @@ def test_a_folder_that_cannot_be_used_is_refused(
         assert "is on NFS. A run needs a local disk" in far.FarNode().begin(order)
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "local" / "setup"))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(far, "is_there", lambda *_: False)
     monkeypatch.setattr(far, "unpack", full)
     why = far.FarNode().begin(order)
-    assert why == f"{tmp_path}/local/setup: the disk is full. Make room, or choose another place."
+    assert why == f"{tmp_path}/local: the disk is full. Make room, or choose another place."
     until_gone(tmp_path / "local")
 
 
