@@ -248,7 +248,7 @@ ROWS = Path("/tmp/data.txt").read_text()
 
 
 def get_trainer():
-    time.sleep(60)  # the server loads longer than the test takes
+    time.sleep(600)  # the server loads longer than the test takes
 """
 
 
