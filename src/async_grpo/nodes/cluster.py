@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from async_grpo.errors import PeerDiedError, UsageError
+from async_grpo.formatting import size
 from async_grpo.nodes.node import FarNode
+from async_grpo.nodes.sending import StoreFullError
 
 LOCAL = "local"
 SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75
@@ -137,8 +139,16 @@ class Cluster:
         return str(self._ray.get_runtime_context().gcs_address)
 
     def put(self, data: Any) -> Any:
-        """Bytes in the cluster's store, for any number of calls."""
-        return self._ray.put(data)
+        """Bytes in the cluster's store, for any number of calls. `StoreFullError`: there is no room for them."""
+        from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
+        try:
+            return self._ray.put(data)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise StoreFullError(
+                f"Ray's object store on this machine is full, and so is the disk that it would use: {size(len(data))} "
+                "have no room. Make room (`ray memory`, `df`), or start Ray with a larger --object-store-memory."
+            ) from error
 
     def close(self) -> None:
         self._ray.shutdown()

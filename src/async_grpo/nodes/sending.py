@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from async_grpo.errors import AsyncGRPOError
 from async_grpo_ipc.attachment import Generations
 from async_grpo_ipc.delta import Buffer, digest, encode
 from async_grpo_ipc.delta.buffers import Bytes
@@ -29,10 +30,17 @@ if TYPE_CHECKING:
     from async_grpo_ipc.attachment import Lease
 
 BUCKET_BYTES = 512 * 2**20
+SMALLEST_BYTES = 2**20  # of a bucket, where the store is full
 LEASE_S = 30.0
 TRY_DELTA_EVERY = 16  # versions, where the last difference took longer than sending all
 
 Put = Callable[[Bytes], Any]  # into the cluster's store, once for all nodes; returns what a call can be given
+
+
+class StoreFullError(AsyncGRPOError):
+    """The cluster's store has no room for a bucket."""
+
+    exit_code = 1
 
 
 class WeightsPiece(NamedTuple):
@@ -64,7 +72,8 @@ class PublishedVersions:
         self._static = np.empty(0, np.uint8)  # what does not train
         self._frame: dict[str, Any] = {}  # what the tensors are, for a node that has none yet
         self._differences: dict[int, WeightsPiece] = {}  # by the version that they start from
-        self._buckets: dict[tuple[int, str, int], Any] = {}
+        self._buckets: dict[tuple[int, str, int], WeightsPiece] = {}  # by version, kind and place; `about` is empty
+        self._most_bytes = BUCKET_BYTES  # of a bucket; less once the store was full
         self._encode_s = 0.0
         self._bytes_per_s = 0.0
         self._taken = 0
@@ -165,15 +174,34 @@ class PublishedVersions:
 
     def _in_buckets(self, kind: str, version: int, payload: Bytes, about: dict[str, Any]) -> Iterator[WeightsPiece]:
         about = {**about, "kind": kind, "version": version, "total": payload.nbytes}
-        for at in range(0, max(1, payload.nbytes), BUCKET_BYTES):
-            bucket = payload[at : at + BUCKET_BYTES]
+        at = 0
+        while at < max(1, payload.nbytes):
             with self._packing:
-                data = self._buckets.get((version, kind, at))
-                if data is None:
-                    data = self._put(bucket)
-                    if self._now is not None and self._now.version == version:
-                        self._buckets[version, kind, at] = data
-            yield WeightsPiece({**about, "at": at}, data, bucket.nbytes)
+                piece = self._bucket((version, kind, at), payload[at:])
+            yield piece._replace(about={**about, "at": at})
+            at += max(1, piece.nbytes)
+
+    def _bucket(self, key: tuple[int, str, int], rest: Bytes) -> WeightsPiece:
+        """The first bytes of `rest`, in the store. Where that is full, nothing is kept there, and a bucket is smaller.
+
+        Raises:
+            StoreFullError: not even a small one has room.
+        """
+        if key in self._buckets:
+            return self._buckets[key]
+        while True:
+            part = rest[: min(BUCKET_BYTES, self._most_bytes)]
+            try:
+                piece = WeightsPiece({}, self._put(part), part.nbytes)
+                break
+            except StoreFullError:
+                if self._most_bytes <= SMALLEST_BYTES:
+                    raise
+                self._buckets, self._differences = {}, {}
+                self._most_bytes = max(SMALLEST_BYTES, part.nbytes // 2)
+        if self._now is not None and self._now.version == key[0] and self._most_bytes == BUCKET_BYTES:
+            self._buckets[key] = piece
+        return piece
 
 
 def _on_the_host(block: torch.Tensor) -> Bytes:

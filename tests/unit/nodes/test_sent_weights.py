@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import nn
 
 from async_grpo.nodes import receiving, sending
 from async_grpo.nodes.receiving import ReceivedWeights
-from async_grpo.nodes.sending import PublishedVersions
+from async_grpo.nodes.sending import PublishedVersions, StoreFullError
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from async_grpo_ipc.layout import ALIGNMENT
 
@@ -89,6 +91,44 @@ def test_a_node_publishes_what_the_server_has(here: Here, bucket: int, monkeypat
         here.train(version, at=version)
         here.send(since=version - 1)
         assert_equal_there(here, version)
+
+
+class _FullStore:
+    """It keeps so many bytes at most, of what anybody still has."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def put(self, data: Any) -> Any:
+        gc.collect()
+        if sum(kept.nbytes for kept in self._kept) + data.nbytes > self._room:
+            raise StoreFullError("full")
+        self._kept.add(copy := _Kept(data.shape, data.dtype))
+        copy[:] = data
+        return copy
+
+
+class _Kept(np.ndarray):  # type: ignore[type-arg]
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_where_the_store_is_full_buckets_are_smaller(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is kept there: a node that comes later gets its own."""
+    monkeypatch.setattr(sending, "SMALLEST_BYTES", 64)
+    here.versions._put = _FullStore(700).put
+    answers = here.send()
+    assert len(answers) > 4 and not any(answer["why"] for answer in answers)
+    assert_equal_there(here, 0)
+    here.train(1)
+    here.send(since=0)
+    assert_equal_there(here, 1)
+
+
+def test_a_store_without_any_room_is_named(here: Here) -> None:
+    here.versions._put = _FullStore(10).put
+    with pytest.raises(StoreFullError):
+        here.send()
 
 
 def test_a_small_change_travels_as_a_difference_and_so_do_several(here: Here) -> None:
