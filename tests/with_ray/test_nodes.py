@@ -229,3 +229,32 @@ def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         finish(tmp_path, *options, "--workers-per-node", "1", "--run-dir", "run", setup=SETUP)
     assert audit(tmp_path / "run").anomalies == []
     assert str(ROOT) not in (tmp_path / "run" / "nodes.json").read_text()
+
+
+FILLS = """
+import sys
+
+import numpy as np
+
+from async_grpo.nodes.cluster import Cluster
+from async_grpo.nodes.sending import StoreFullError
+
+with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="fills") as cluster:
+    kept = cluster.put(np.zeros(50_000_000, np.uint8))
+    try:
+        cluster.put(np.zeros(120_000_000, np.uint8))
+    except StoreFullError as error:
+        print(error)
+"""
+
+
+def test_a_store_of_ray_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray takes the disk, too, before it says so; here the disk is full to it from the start."""
+    monkeypatch.setenv("RAY_local_fs_capacity_threshold", "0.0001")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    with a_cluster(1) as address:
+        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        program = [sys.executable, "-c", FILLS, address]
+        ran = subprocess.run(program, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.stdout.startswith("Ray's object store on this machine is full"), ran.stdout + ran.stderr
+    assert "120.0 MB have no room. Make room" in ran.stdout
