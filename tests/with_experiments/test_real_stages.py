@@ -23,10 +23,9 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config_files import config_of
-from async_grpo_experiments.runner.experiment import LEDGER
 from async_grpo_experiments.runner.graph import graph_of
 from async_grpo_experiments.runner.results import results
-from async_grpo_experiments.slots.ledger import RUNNING, read
+from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, read
 from async_grpo_experiments.worlds.enumerable import LETTERS
 from async_grpo_experiments.worlds.star import star_tokenizer, train_reference
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, small_transformer, words_tokenizer
@@ -105,11 +104,12 @@ def test_a_kill_of_the_runner_in_the_second_round_changes_nothing(tmp_path: Path
     )
     second = "jobs/QSharp_tiny_ascents_r2"
     runner = experiment.start()
-    experiment.until(runner, lambda: list(experiment.root.glob(f"{second}/training")))
+    groups = f"{second}/generating/done/**/*"
+    experiment.until(runner, lambda: [one for one in experiment.root.glob(groups) if one.is_file()])
     runner.kill()
     runner.wait()
     unkilled = finished_part(experiment.root, tmp_path / "outputs" / "x" / "unkilled")
-    assert [path.name for path in unkilled.glob(f"{second}/*")] == ["data"]
+    assert not list(unkilled.glob(f"{second}/*"))
     root = experiment.root
     assert experiment.run(f"resume_from={root}") == 0
     assert experiment.run(f"resume_from={unkilled}") == 0
@@ -117,7 +117,7 @@ def test_a_kill_of_the_runner_in_the_second_round_changes_nothing(tmp_path: Path
     starts = [line.split()[2] for line in (root / "run.log").read_text().splitlines() if " starts on " in line]
     again = {name for name in starts if starts.count(name) > 1}
     evaluations = {"QSharp_tiny_ascents_r1.evaluate", "reference_tiny_ascents.evaluate"}  # one may run beside it
-    assert {"QSharp_tiny_ascents_r2.train"} <= again <= {"QSharp_tiny_ascents_r2.train", *evaluations}
+    assert {"QSharp_tiny_ascents_r2.generate"} <= again <= {"QSharp_tiny_ascents_r2.generate", *evaluations}
 
 
 def test_a_killed_stage_of_the_second_round_is_run_again_alone(tmp_path: Path) -> None:

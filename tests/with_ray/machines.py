@@ -24,12 +24,11 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_START_S = 300.0
 STARTS = 4
 PATIENCE = {
-    "RAY_raylet_start_wait_time_s": "60",
     "RAY_health_check_failure_threshold": "40",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
 }
-"""Of Ray, on a busy machine: for a raylet that starts, for one that is silent, and for actors, else nice 15."""
+"""Of Ray, on a busy machine: for a raylet that is silent, and for actors, else nice 15."""
 OF_RAY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/", "ray.util")  # in its commands
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--time")
 STARTED_S = 1000  # between the starts of two machines, by their monotonic clocks

@@ -187,7 +187,6 @@ def a_cluster(nodes: int) -> Iterator[str]:
     folder = Path(f"/tmp/agrpo-t{os.getpid()}")
     folder.mkdir(mode=0o700)
     env = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-    env["RAY_raylet_start_wait_time_s"] = "150"
     program = Path(__file__).parent / "cluster_of_nodes.py"
     with subprocess.Popen(
         [sys.executable, str(program), str(nodes)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

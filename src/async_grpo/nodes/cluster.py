@@ -162,10 +162,7 @@ class Cluster:
         self._folder.mkdir(mode=0o700)
         os.environ.update({"RAY_TMPDIR": str(self._folder), AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)})
         os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "150")  # three times its own: all start on this machine
-        os.environ.setdefault(
-            "RAY_worker_niceness", "0"
-        )  # as local workers: by default they would get what is left over
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as local workers; by default they get what is left over
 
     def _start_local(self, nodes: int, cpus: float) -> str:
         from ray.cluster_utils import Cluster as LocalCluster

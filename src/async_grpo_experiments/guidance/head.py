@@ -120,8 +120,9 @@ class ValueHead(nn.Module):
     def load(cls, folder: str | Path) -> ValueHead:
         """The head of a folder, on the CPU; `checked_record` says what it refuses."""
         folder, record = Path(folder), checked_record(folder)
-        backbone = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-        head = cls(backbone, record, tokens_of(folder))
+        with torch.random.fork_rng(devices=[]):  # a worker loads it when the seed of its first group is set
+            backbone = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+            head = cls(backbone, record, tokens_of(folder))
         head.load_state_dict(load_file(folder / WEIGHTS), assign=True)
         return head.eval()
 

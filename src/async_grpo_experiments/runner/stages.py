@@ -29,7 +29,7 @@ from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.estimators import Estimate
 from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.reading import read_end, read_object
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import end_with_parent, rank_of_launch
 from async_grpo_experiments.algorithms.protocols import collect
@@ -50,6 +50,7 @@ from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
 from async_grpo_experiments.slots.starter import held_by_us
 
 ROWS, SAMPLES = "rows.arrow", "samples"
+_LOG_TAIL_BYTES = 1_000_000
 _LEAVES = ("head", "model", "proxy")  # folders that a training may leave
 SETUP_FILE = '''"""The setup file of one stage."""
 
@@ -264,7 +265,7 @@ class StageOutOfMemory(StageError):
 
 def _says_out_of_memory(run: Path) -> bool:
     """Whether a process of a failed run has said so."""
-    return any(b"OutOfMemoryError" in log.read_bytes() for log in run.glob("log_*.txt"))
+    return any(b"OutOfMemoryError" in read_end(log, _LOG_TAIL_BYTES)[0] for log in run.glob("log_*.txt"))
 
 
 def _visible_gpus() -> int:

@@ -25,10 +25,15 @@ def model() -> Any:
 def test_a_head_is_read_as_it_was_saved(model: Any, tmp_path: Path, loss: str) -> None:
     head = head_of(model, loss=loss)
     head.save(tmp_path)
+    state = torch.get_rng_state()
     read = ValueHead.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state), "a worker loads it when the seed of its first group is set"
     assert (read.record, read.tokens) == (head.record, head.tokens)
+    weights, saved = read.state_dict(), head.state_dict()
+    assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
     ids = torch.randint(2, 20, (2, 7))
-    assert torch.equal(read(ids).logits, head(ids).logits)
+    # To a few last bits: tensors of a file are aligned otherwise, and products of matrices may differ by that.
+    assert torch.allclose(read(ids).logits, head(ids).logits, atol=1e-5)
     assert not [file for file in tmp_path.iterdir() if file.suffix not in (".json", ".safetensors")]
 
 

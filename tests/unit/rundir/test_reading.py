@@ -123,6 +123,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "envs/openenv.py": "the answer of a server that the user names",
     "launch/room.py": "/proc and /sys",
     "nodes/node.py": "/proc",
+    "nodes/tree.py": "the setup file's folder, which the user names",
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",
     "rollout/endpoint/doors.py": "/proc",
