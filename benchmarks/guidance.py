@@ -203,7 +203,7 @@ def star(quick: bool, folder: Path) -> Iterator[Row]:
     )
     reference = save(folder / "reference", model, tokenizer)
     graphs = list(star_graphs(3, 3, 8192, seed=6))
-    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4)
+    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4, verified=True)
     keys = {"reference": reference, "batch_size": 128, "micro_batch_size": 128, "lr": 1e-3, "max_steps": 600, **FAST}
     qsharp = QSharp(configured(QSharpSettings, {**keys, "loss_type": "bce", "guidance": {"mode": "bernoulli"}}))
     torch.manual_seed(0)
@@ -231,7 +231,8 @@ def star(quick: bool, folder: Path) -> Iterator[Row]:
     pita = PITA(configured(PITASettings, keys))
     trained = trained_on(sampler, pita, len(graphs), folder / "pita")
     for eta in (1.0, 0.5, 0.2):
-        success, divergence = guided_success(model, tokenizer, trained.folder, "log_odds", eta, star_rows(test))
+        bonus = pita.settings.correctness_bonus  # r of what is right, so the head's eta is in its units
+        success, divergence = guided_success(model, tokenizer, trained.folder, "log_odds", eta * bonus, star_rows(test))
         yield row(
             f"G(3,3), eta {eta:g}: PITA succeeds", [success], "", note=f"KL {divergence:.3f} nats; {spent(trained)}"
         )
