@@ -62,9 +62,21 @@ def check(config: ExperimentConfig) -> None:
             _check_reward_model(config, dataset, keys.reward_model)
         elif not has_reward(source):
             raise UsageError(f"{dataset} is scored by a reward model: set datasets.{dataset}.reward_model=FOLDER.")
+        graded = keys.reward_model is not None
         if keys.path is not None or source not in ON_HUB:  # those of the hub are read when they are used
-            problems_of(config, dataset)
+            graded = not problems_of(config, dataset).verified
             problems_of(config, dataset, evaluated=True)
+        if graded and dataset in config.training.datasets and "QSharp" in config.enabled:
+            _check_graded(config, dataset)
+
+
+def _check_graded(config: ExperimentConfig, dataset: str) -> None:
+    """`UsageError` where Q# would learn graded rewards as if they were 0 or 1; PITA's labels are of its pairs."""
+    if settings_of(config, "QSharp", config.families[0], seed=0).guidance.mode == "bernoulli":
+        raise UsageError(
+            f"QSharp with guidance.mode=bernoulli is for rewards that are 0 or 1, and those of {dataset} are graded: "
+            "set algos.QSharp.loss_type=mle and algos.QSharp.guidance.mode=histogram."
+        )
 
 
 def _check_reward_model(config: ExperimentConfig, dataset: str, name: str) -> None:

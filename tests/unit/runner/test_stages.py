@@ -47,6 +47,13 @@ def test_an_algorithm_gets_its_own_keys_over_the_shared_ones() -> None:
         ({"datasets": {"sums": {"source": "TLDR"}}}, r"set datasets\.sums\.reward_model=FOLDER"),
         ({"datasets": {"sums": {"reward_model": "x"}}}, r"right or wrong, .* score TLDR and sentiment"),
         ({"datasets": {"sums": {"source": "sum"}}}, "sum is not the name of a set"),
+        (
+            {
+                "algos": {"QSharp": {"loss_type": "bce", "guidance": {"mode": "bernoulli"}}},
+                "datasets": {"sums": {"source": "ascents", "made": {"graded": True}}},
+            },
+            "those of sums are graded: set algos.QSharp.loss_type=mle",
+        ),
     ],
 )
 def test_what_an_algorithm_or_a_dataset_does_not_know_is_refused(keys: dict[str, object], said: str) -> None:
