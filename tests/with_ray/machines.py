@@ -28,7 +28,7 @@ PATIENCE = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
 }
-"""Of Ray, on a busy machine: for a raylet that is silent, and for actors, else nice 15."""
+"""Settings of Ray for a busy machine: a raylet may be silent for longer, and actors have no niceness of 15."""
 OF_RAY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/", "ray.util")  # in its commands
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--time")
 STARTED_S = 1000  # between the starts of two machines, by their monotonic clocks
@@ -119,7 +119,7 @@ class Machine:
         return found
 
     def having(self, *words: str) -> list[psutil.Process]:
-        """Those with these words in their command."""
+        """Return the processes with these words in their command."""
         return [process for process in self.processes() if all(word in line_of(process) for word in words)]
 
     def ours(self) -> list[psutil.Process]:

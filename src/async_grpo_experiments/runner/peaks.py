@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.files import write_json
@@ -16,17 +17,14 @@ from async_grpo_experiments.slots.places import Place
 
 MARGIN = 1.1  # of a measured peak
 USAGE = "usage.json"
+_Number = TypeVar("_Number", int, float)
 
 
 class MemoryPeaks:
     """The largest memory that each kind of stage has had, for all experiments of one outputs folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._peaks = {str(key): int(value) for key, value in read_object(path).items()}
-        except (FileNotFoundError, BadFileError, ValueError, TypeError):
-            self._peaks = {}
+        self._path, self._peaks = path, _numbers(path, int)
 
     def needed(self, stage: Stage, config: ExperimentConfig) -> int | None:
         """Bytes to reserve; None: unknown, so it gets its place alone."""
@@ -50,17 +48,21 @@ class StageSeconds:
     """How long the last stage of each kind took, for all experiments of one outputs folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self.by_kind = {str(key): float(value) for key, value in read_object(path).items()}
-        except (FileNotFoundError, BadFileError, ValueError, TypeError):
-            self.by_kind = {}
+        self._path, self.by_kind = path, _numbers(path, float)
 
     def note(self, seconds: Mapping[str, float]) -> None:
         """Keep what these kinds of stages took."""
         self.by_kind |= seconds
         with suppress(DiskFullError):  # it costs a forecast
             write_json(self._path, self.by_kind)
+
+
+def _numbers(path: Path, kind: Callable[[Any], _Number]) -> dict[str, _Number]:
+    """Read numbers by kind of stage; none where the file is missing or damaged, as they are measured again."""
+    try:
+        return {str(key): kind(value) for key, value in read_object(path).items()}
+    except (FileNotFoundError, BadFileError, ValueError, TypeError):
+        return {}
 
 
 def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:

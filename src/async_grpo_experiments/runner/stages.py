@@ -159,7 +159,7 @@ class Work:
         write_json(partial / RESULT, as_json(JobResult(evaluations=found)))
 
     def _rewards(self, samples: Iterable[Mapping[str, Any]]) -> list[float]:
-        """Those that the samples came with, or the scores of the reward model."""
+        """Return the rewards of the samples: their own, or the scores of the reward model."""
         if self.problems.reward is not None:
             return [row["reward"] for row in samples]
         model = load_reward_model(self.reward_model(self.job.dataset))

@@ -201,7 +201,7 @@ def end_jobs(attempts: Collection[str], say: Callable[[str], None]) -> None:
 
 
 def _queued(attempts: Collection[str]) -> set[str]:
-    """Those whose jobs wait, run or end just now."""
+    """Return the attempts whose jobs wait, run or end just now."""
     if not attempts:
         return set()
     command = ["squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%j", f"--name={','.join(attempts)}"]

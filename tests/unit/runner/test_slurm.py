@@ -42,7 +42,7 @@ WAIT_S = 60.0
 def until(holds: Callable[[], Any], what: str) -> Any:
     deadline = time.monotonic() + WAIT_S
     while not (found := holds()):
-        assert time.monotonic() < deadline, f"{what} was waited for in vain"
+        assert time.monotonic() < deadline, f"{what} did not come within {WAIT_S:g} s"
         time.sleep(0.02)
     return found
 
