@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from async_grpo.errors import UsageError
+from async_grpo_experiments.progress import told
 
 Reward: TypeAlias = Callable[..., list[float]]
 
@@ -85,7 +86,7 @@ def scores_of_texts(model: Any, texts: Sequence[Sequence[int]], batch_size: int 
         raise UsageError(f"A reward model has one label, and {type(model).__name__} has {model.num_labels}.")
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     scores = [0.0] * len(texts)
-    for first in range(0, len(order), batch_size):
+    for first in told(range(0, len(order), batch_size), "batches are scored"):
         places = order[first : first + batch_size]
         for place, value in zip(places, _scores(model, [texts[place] for place in places]), strict=True):
             scores[place] = value

@@ -15,7 +15,7 @@ from async_grpo.errors import UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped
-from async_grpo_experiments.algorithms.protocols import AlgorithmSettings, Continuations, Plan, Trained
+from async_grpo_experiments.algorithms.protocols import GRPO_RUN, AlgorithmSettings, Continuations, Plan, Trained
 from async_grpo_experiments.algorithms.rows import NO_ROWS, Rows
 
 SETUP_FILE = '''"""The setup file that GRPO wrote for one round."""
@@ -94,7 +94,7 @@ class GRPO:
         )
         write_json(out / "round.json", as_json(round_))
         (out / "setup.py").write_text(SETUP_FILE)
-        run = out / "run"
+        run = out / GRPO_RUN
         result = AsyncGRPO(out / "setup.py", workers=self.settings.workers, run_dir=run, resume=run.exists()).train()
         result.model().save_pretrained(out / "model")
         AutoTokenizer.from_pretrained(self.settings.reference).save_pretrained(out / "model")

@@ -18,6 +18,8 @@ from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.shape import shaped
 from async_grpo_experiments.guidance.strength import one_eta
 
+GRPO_RUN = "run"  # what GRPO trains in, below the folder of a training
+
 if TYPE_CHECKING:
     from async_grpo_experiments.algorithms.rows import Rows
 

@@ -15,6 +15,7 @@ from async_grpo.formatting import counted, for_people, printable, size
 
 if TYPE_CHECKING:
     from async_grpo_experiments.runner.config import ExperimentConfig
+    from async_grpo_experiments.runner.peaks import StageForecast
 
 EXAMPLES = """\
   async-grpo experiment experiment.name=star gpu=cpu training.datasets=[star] rounds_of_training=2
@@ -135,7 +136,7 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
     """Memory, disk and time by kind of stage, measured where an experiment of this outputs folder had such stages."""
     from async_grpo_experiments.runner import experiment
     from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
-    from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds
+    from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, batch_of
     from async_grpo_experiments.runner.run import MEMORY, SECONDS
 
     try:
@@ -147,19 +148,32 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
     by_kind: dict[str, list[Stage]] = {}
     for stage in graph_of(config).values():
         by_kind.setdefault(kind_of(stage, config), []).append(stage)
-    rows, disk = [], 0
+    room = experiment.largest_room(config)
+    rows, disk, too_large = [], 0, list[str]()
     for kind, stages in by_kind.items():
         job, measured, answer = stages[0].job, peaks.needed(stages[0], config), answers.get(kind)
-        estimated = "unknown" if answer is None else f"~{size(answer['memory'])}"
+        estimated = "unknown" if answer is None else f"~{size(answer.needed)}"
         memory = estimated if measured is None else size(measured)
-        disk += 0 if answer is None else answer["disk"] * len(stages)
+        disk += 0 if answer is None else answer.disk * len(stages)
         took = for_people(seconds[kind]) if kind in seconds else "unknown"
         name = f"{job.algo or 'reference'} {stages[0].kind}, {job.family}"
-        rows.append([name, str(len(stages)), memory, "unknown" if answer is None else size(answer["disk"]), took])
+        rows.append([name, str(len(stages)), memory, "unknown" if answer is None else size(answer.disk), took])
+        if answer is not None and (needed := measured or answer.needed) > room > 0:
+            too_large.append(_too_large(name, batch_of(stages[0], config).name, needed, room, answer))
     options.print_table("each stage", ["kind", "stages", "memory", "disk", "time"], rows)
+    for sentence in too_large:
+        print(printable(sentence))
     known = sum(seconds[kind] * len(stages) for kind, stages in by_kind.items() if kind in seconds)
     rest = sum(len(stages) for kind, stages in by_kind.items() if kind not in seconds)
     unknown = f"; {counted(rest, 'stage')} of kinds that have not run in {outputs} yet" if rest else ""
     took = f"{for_people(known)} one after another" if known else "time unknown"
     print(printable(f"all stages: {size(disk) if answers else 'unknown'} on disk, {took}{unknown}"))
     print("~: by the rules of `train --dry-run`; other memory was measured, and has a tenth added")
+
+
+def _too_large(name: str, key: str, needed: int, room: int, answer: StageForecast) -> str:
+    """Say that a stage needs more than a GPU has, and the largest batch that would fit."""
+    fits = answer.fitting(room, needed)
+    way_out = "no batch fits: take a smaller model, or a larger GPU" if fits is None else f"set {key}={fits.rows}"
+    then = "" if fits is None else f", which needs {size(fits.nbytes)}"
+    return f"{name} needs {size(needed)}, and the largest place has {size(room)}: {way_out}{then}."

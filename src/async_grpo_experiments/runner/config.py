@@ -156,10 +156,12 @@ class SchedulingKeys:
     Attributes:
         priority: `package.module:function` in place of `priority.estimate_job_priority`.
         deadline_s: a stage that takes longer is killed and has failed.
+        silence_s: so has a stage whose log has said nothing for so long; None: however long.
     """
 
     priority: str | None = None
     deadline_s: float | None = None
+    silence_s: float | None = 1800.0
     stagger_s: float = 0.0
 
 
@@ -237,8 +239,10 @@ def _out_of_range(config: ExperimentConfig) -> Iterator[str]:
     if system.max_parallel_jobs is not None:
         counts["system.max_parallel_jobs"] = system.max_parallel_jobs
     yield from (f"{name} must be at least 1, got {value}." for name, value in counts.items() if value < 1)
-    if scheduling.deadline_s is not None and not scheduling.deadline_s > 0:
-        yield f"scheduling.deadline_s must be over 0, got {scheduling.deadline_s:g}."
+    limits = {"deadline_s": scheduling.deadline_s, "silence_s": scheduling.silence_s}
+    for name, limit in limits.items():
+        if limit is not None and not limit > 0:
+            yield f"scheduling.{name} must be over 0, got {limit:g}."
     if not scheduling.stagger_s >= 0:
         yield f"scheduling.stagger_s must be 0 or more, got {scheduling.stagger_s:g}."
     yield from (f"evaluation.etas must be over 0, got {eta:g}." for eta in config.evaluation.etas if not eta > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import DiskFullError, UsageError
+from async_grpo.formatting import size
 from async_grpo.launch.child_log import last_line
 from async_grpo.rundir.folders import make_folder
-from async_grpo.rundir.shape import as_json
+from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.devices import visible_gpus
 from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
 from async_grpo_experiments.runner.config_files import write_config
-from async_grpo_experiments.runner.graph import Stage, around, graph_of
+from async_grpo_experiments.runner.graph import Stage, around, graph_of, kind_of
 from async_grpo_experiments.runner.on_disk import look, move_aside, refuse_changes
+from async_grpo_experiments.runner.peaks import MemoryPeaks, StageForecast
 from async_grpo_experiments.runner.results import write_results
-from async_grpo_experiments.runner.run import GRACE_S, CommandOf, ExperimentRun
+from async_grpo_experiments.runner.run import GRACE_S, MEMORY, CommandOf, ExperimentRun
 from async_grpo_experiments.runner.run_log import ExperimentLog
 from async_grpo_experiments.runner.screen import NAME
 from async_grpo_experiments.slots import gpu_driver
@@ -63,8 +65,8 @@ def check_stages(config: ExperimentConfig) -> None:
         raise UsageError(last_line(found.stderr).removeprefix("error: "))
 
 
-def ask_forecast(config: ExperimentConfig) -> dict[str, dict[str, int]]:
-    """Bytes of memory and disk by kind of stage, which a child with torch answers. `UsageError` with why it cannot."""
+def ask_forecast(config: ExperimentConfig) -> dict[str, StageForecast]:
+    """What stages need, by kind, which a child with torch answers. `UsageError` with why it cannot."""
     command = [*STAGES, "forecast"]
     try:
         found = subprocess.run(
@@ -74,8 +76,7 @@ def ask_forecast(config: ExperimentConfig) -> dict[str, dict[str, int]]:
         raise UsageError(f"models and datasets were not read within {FORECAST_S:g} s") from None
     if found.returncode:
         raise UsageError(last_line(found.stderr).removeprefix("error: "))
-    answer: dict[str, dict[str, int]] = json.loads(last_line(found.stdout))
-    return answer
+    return shaped(dict[str, StageForecast], json.loads(last_line(found.stdout)), "the forecast")
 
 
 def run_experiment(
@@ -119,8 +120,11 @@ def run_experiment(
         move_aside(root, graph, found, log.say)
         write_config(root, config, graph)
         with closing(Ledger(root / LEDGER)) as ledger:
-            run = ExperimentRun(root, config, graph, found, ledger, log, wanted)
-            stopped = run.run(_places(config) if places is None else places, command, starter)
+            places = _places(config) if places is None else places
+            memory = MemoryPeaks(root.parent.parent / MEMORY)
+            _estimate(memory, config, [graph[name] for name in wanted if name not in found.done], places, log.say)
+            run = ExperimentRun(root, config, graph, found, ledger, log, memory, wanted)
+            stopped = run.run(places, command, starter)
             records = {name: ledger.records[name] for name in wanted}
             code = conclude(NAME, records, stopped=stopped, go_on=f"experiment resume_from={root}")
         try:
@@ -129,6 +133,32 @@ def run_experiment(
             log.say(f"the results are not complete: {error}")
         log.say(f"results: {root / 'results.md'}")
     return code
+
+
+def _estimate(
+    memory: MemoryPeaks,
+    config: ExperimentConfig,
+    todo: Sequence[Stage],
+    places: Sequence[Place],
+    say: Callable[[str], None],
+) -> None:
+    """Estimate what stages need whose kind has not run yet, where they can share a GPU."""
+    largest = _largest(places)
+    new = {kind: stage for stage in todo if (kind := kind_of(stage, config)) not in memory}
+    if not largest or not new:
+        return
+    try:
+        answers = ask_forecast(config)
+    except UsageError as error:
+        say(f"memory is unknown before a stage of each kind has run alone: {error}")
+        return
+    memory.estimates = {kind: answers[kind].needed for kind in new}
+    for kind, stage in new.items():
+        if memory.estimates[kind] > largest:
+            say(
+                f"{stage.name} needs about {size(memory.estimates[kind])}, and the largest place has {size(largest)}: "
+                "stages like it run alone. --dry-run says which batch fits."
+            )
 
 
 def _places(config: ExperimentConfig) -> list[Place]:
@@ -142,6 +172,15 @@ def _places(config: ExperimentConfig) -> list[Place]:
         at_most = None if most is None else min(gpus, most * system.gpus_per_job)
         return [replace(place, bytes=_usable(place)) for place in gpu_places(gpus, each=1, at_most=at_most)]
     return core_places((most or core_pairs()) * system.gpus_per_job)
+
+
+def largest_room(config: ExperimentConfig) -> int:
+    """Bytes of the largest place of this machine; 0: no place has any."""
+    return _largest(_places(config))
+
+
+def _largest(places: Sequence[Place]) -> int:
+    return max((place.bytes or 0 for place in places), default=0)
 
 
 def _usable(place: Place) -> int | None:

@@ -7,7 +7,6 @@ stages of the kind have had and taken is in `peaks`, and goes before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -22,25 +21,13 @@ from async_grpo.formatting import one_line
 from async_grpo_experiments.reward_models import prompt_ids
 from async_grpo_experiments.runner.config import GUIDED, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
+from async_grpo_experiments.runner.peaks import BatchMemory, StageForecast, batch_of
 from async_grpo_experiments.runner.stage_settings import problems_of, settings_of
 
 PROMPTS_MEASURED = 64
 _OPTIMIZER = "adamw_torch"
 _SAMPLING = 3  # the server's model, and the two versions that it publishes; workers map those
 _LOGITS = 4  # copies in fp32 where a loss takes logits
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageForecast:
-    """Bytes of one stage of a kind.
-
-    Attributes:
-        memory: at its peak, on its device.
-        disk: of what it leaves, while it still has a copy that a next attempt would continue from.
-    """
-
-    memory: int
-    disk: int
 
 
 def forecast(config: ExperimentConfig) -> dict[str, StageForecast]:
@@ -60,22 +47,25 @@ class _Family:
         self._config, self._name, self._keys = config, name, config.models[name]
 
     def forecast(self, stage: Stage) -> StageForecast:
-        weights, algo = _weights(self._reference), stage.job.algo
+        algo, config = stage.job.algo, self._config
         if stage.kind == "train":
-            return StageForecast(memory=self._training(algo), disk=2 * self._left(algo))
-        rows = self._config.generation.batch_size
+            by_batch = [BatchMemory(rows, self._training(algo, rows)) for rows in _halves(batch_of(stage, config).rows)]
+            return StageForecast(memory=by_batch, disk=2 * self._left(algo))
+        guided = algo in GUIDED and (stage.kind == "evaluate" or stage.job.round > 1)
+        by_batch = [BatchMemory(rows, self._sampling(guided, rows)) for rows in _halves(batch_of(stage, config).rows)]
+        samples = 0 if stage.kind == "evaluate" else 2 * 4 * self._sampled(algo) * self._tokens  # and rows of them
+        return StageForecast(memory=by_batch, disk=samples)
+
+    def _sampling(self, guided: bool, rows: int) -> int:
         shape = shape_of(self._reference)
         cache = 0 if shape is None else rows * self._tokens * kv_bytes_a_token(shape)
-        guided = algo in GUIDED and (stage.kind == "evaluate" or stage.job.round > 1)
-        memory = _SAMPLING * weights + cache + (_weights(self._value) if guided else 0)
-        samples = 0 if stage.kind == "evaluate" else 2 * 4 * self._sampled(algo) * self._tokens  # and rows of them
-        return StageForecast(memory=memory, disk=samples)
+        return _SAMPLING * _weights(self._reference) + cache + (_weights(self._value) if guided else 0)
 
-    def _training(self, algo: str) -> int:
+    def _training(self, algo: str, rows: int) -> int:
         """A head alone; or a policy, and the reference beside it."""
         config, is_head = self._config, algo in GUIDED
         model = self._value if is_head else self._trained
-        shape, rows = shape_of(model), config.training.micro_batch_size
+        shape = shape_of(model)
         held = trained_bytes(parameters_of(model), _OPTIMIZER)
         held += 0 if is_head else _weights(model) * (3 if algo.startswith("GRPO") else 1)  # it publishes two versions
         if shape is None:
@@ -121,6 +111,12 @@ class _Family:
         """The tokens of the longest measured prompt with the longest completion."""
         tokenizer = AutoTokenizer.from_pretrained(self._keys.ref)
         return max(_lengths(self._sets, tokenizer)) + self._config.generation.max_new_tokens
+
+
+def _halves(batch: int) -> Iterator[int]:
+    while batch:
+        yield batch
+        batch //= 2
 
 
 def _lengths(sets: list[Any], tokenizer: Any) -> Iterator[int]:

@@ -21,13 +21,23 @@ class StageUse:
     Attributes:
         percents: utilisation of its GPUs at each sample.
         peak_bytes: the most that was taken of its GPUs besides what others had before; 0: it shared them.
+        most: what was taken of each GPU at most, also by others.
     """
 
     percents: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    most: dict[str, gpu_driver.GpuMemory] = field(default_factory=dict)
 
     def in_words(self) -> str:
         return f"{fmean(self.percents):.0f}%" if self.percents else "unknown"
+
+    def memory_summary(self) -> str:
+        """`GPU Memory Summary:` and a line for each GPU; empty without a driver."""
+        lines = [
+            f"  GPU {gpu}: {taken.used / 1e9:.2f} GB taken at most, {taken.total / 1e9:.2f} GB total\n"
+            for gpu, taken in self.most.items()
+        ]
+        return "".join(["GPU Memory Summary:\n", *lines]) if lines else ""
 
 
 class GpuUse:
@@ -55,6 +65,9 @@ class GpuUse:
             use, gpus = self._uses.setdefault(stage, StageUse()), self.gpus_of(place)
             if (percent := gpu_driver.mean_percent(gpus)) is not None:
                 use.percents.append(percent)
+            for gpu in gpus:
+                if (taken := gpu_driver.memory([gpu])) is not None:
+                    use.most[gpu] = max(use.most.get(gpu, taken), taken)
             found = gpu_driver.memory(gpus)
             if found is None or any(other == place for name, other in running.items() if name != stage):
                 use.peak_bytes, self._before[stage] = 0, -1

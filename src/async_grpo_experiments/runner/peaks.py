@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.files import write_json
@@ -20,15 +21,66 @@ USAGE = "usage.json"
 _Number = TypeVar("_Number", int, float)
 
 
+class BatchMemory(NamedTuple):
+    """Bytes of a stage at its peak, on its device, with a batch of so many rows."""
+
+    rows: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageForecast:
+    """Bytes of one stage of a kind, by the rules of `checks.plan.memory`.
+
+    Attributes:
+        memory: with its batch, and with halves of it.
+        disk: of what it leaves, while it still has a copy that a next attempt would continue from.
+    """
+
+    memory: list[BatchMemory]
+    disk: int
+
+    @property
+    def needed(self) -> int:
+        return self.memory[0].nbytes
+
+    def fitting(self, room: int, measured: int) -> BatchMemory | None:
+        """The largest batch that fits, where `measured` bytes are those of the configured one. None: none does."""
+        scaled = (BatchMemory(rows, nbytes * measured // self.needed) for rows, nbytes in self.memory)
+        return next((one for one in scaled if one.nbytes <= room), None)
+
+
+class BatchKey(NamedTuple):
+    """The key that the memory of a stage grows with, and its value."""
+
+    name: str
+    rows: int
+
+
+def batch_of(stage: Stage, config: ExperimentConfig) -> BatchKey:
+    if stage.kind == "train":
+        return BatchKey("training.micro_batch_size", config.training.micro_batch_size)
+    return BatchKey("generation.batch_size", config.generation.batch_size)
+
+
 class MemoryPeaks:
-    """The largest memory that each kind of stage has had, for all experiments of one outputs folder."""
+    """The largest memory that each kind of stage has had, for all experiments of one outputs folder.
+
+    Attributes:
+        estimates: bytes of kinds that have not run yet.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._peaks = path, _numbers(path, int)
+        self.estimates: dict[str, int] = {}
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self._peaks
 
     def needed(self, stage: Stage, config: ExperimentConfig) -> int | None:
         """Bytes to reserve; None: unknown, so it gets its place alone."""
-        peak = self._peaks.get(kind_of(stage, config))
+        kind = kind_of(stage, config)
+        peak = self._peaks.get(kind, self.estimates.get(kind))
         return None if peak is None or config.system.gpus_per_job > 1 else int(peak * MARGIN)
 
     def peak_of(self, stage: Stage, folder: Path, config: ExperimentConfig, seen: int = 0) -> int:

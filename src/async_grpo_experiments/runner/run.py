@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +18,8 @@ from async_grpo.formatting import counted
 from async_grpo.launch.screen import live_console
 from async_grpo.rundir.files import write_json
 from async_grpo_experiments.runner import states
-from async_grpo_experiments.runner.config import ExperimentConfig
-from async_grpo_experiments.runner.gpu_use import GpuUse
+from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
+from async_grpo_experiments.runner.gpu_use import GpuUse, StageUse
 from async_grpo_experiments.runner.graph import Stage, keys_of, kind_of, stages_by_job
 from async_grpo_experiments.runner.on_disk import OnDisk, state_of
 from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, way_out
@@ -48,13 +49,14 @@ class ExperimentRun:
         found: OnDisk,
         ledger: Ledger,
         log: ExperimentLog,
+        memory: MemoryPeaks,
         wanted: Collection[str],
     ) -> None:
         self._root, self._config, self._graph, self._ledger, self._log = root, config, graph, ledger, log
         self._digests = dict(found.done)
         self._wanted = wanted
         self._jobs = stages_by_job(graph)
-        self._memory = MemoryPeaks(root.parent.parent / MEMORY)
+        self._memory = memory
         self._screen = ExperimentScreen(self.jobs, log.note, live_console(), lambda: self._use.summary())
         self._written = ""
         self._said_idle = self._said_full = False
@@ -138,8 +140,7 @@ class ExperimentRun:
             self._log.note(f"{stage.name}: {shlex.join(arguments)}")
             if config.system.engine == "local":  # else the job's own environment says it, in the stage's log
                 self._log.note(f"{stage.name} on {place.name}, CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']!r}")
-            log = folder.parent / f"log_{stage.kind}.txt"
-            return Command(arguments, env, log, token)
+            return Command(arguments, env, log_of(self._root, stage), token)
 
         def unfinished() -> str:
             try:
@@ -157,7 +158,8 @@ class ExperimentRun:
             needs=stage.needs,
             need=self._need(stage),
             priority=priority,
-            deadline_s=math.inf if config.scheduling.deadline_s is None else config.scheduling.deadline_s,
+            deadline_s=_limit(config.scheduling.deadline_s),
+            silence_s=_limit(config.scheduling.silence_s),
             grace_s=GRACE_S,
             unfinished=unfinished,
             peak_bytes=partial(self._ended, stage),
@@ -179,7 +181,15 @@ class ExperimentRun:
         use = self._use.take(stage.name)
         if self._use:
             self._log.note(f"GPU utilization {stage.name}: {use.in_words()}")
+            self._end_log(stage, use)
         return self._memory.peak_of(stage, self._root / stage.folder, self._config, use.peak_bytes)
+
+    def _end_log(self, stage: Stage, use: StageUse) -> None:
+        """End the log of a stage with its GPUs' memory, where its own process has none of it and cannot say so."""
+        log = log_of(self._root, stage)
+        if log.exists() and (stage.kind != "train" or stage.job.algo in OWN_PROCESSES):
+            with suppress(OSError), log.open("a") as file:
+                file.write(use.memory_summary())
 
     def _running(self) -> dict[str, str]:
         """The place of each stage that runs."""
@@ -223,3 +233,11 @@ class ExperimentRun:
                 f"{idle} of {of} are idle: {counted(len(waiting), 'stage')} wait for {min(running)}{more}, and no "
                 "other fits. More lines, or num_samples, would use them."
             )
+
+
+def log_of(root: Path, stage: Stage) -> Path:
+    return (root / stage.folder).with_name(f"log_{stage.kind}.txt")
+
+
+def _limit(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

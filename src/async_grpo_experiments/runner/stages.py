@@ -32,13 +32,13 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_end, read_object
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import end_with_parent, rank_of_launch
-from async_grpo_experiments.algorithms.protocols import collect
+from async_grpo_experiments.algorithms.protocols import GRPO_RUN, collect
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.cut_plans import requests_of
 from async_grpo_experiments.problems.table import ProblemSet
 from async_grpo_experiments.reward_models import load_reward_model, reward_by, score
 from async_grpo_experiments.runner import states
-from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, ExperimentConfig, checked
+from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, OWN_PROCESSES, ExperimentConfig, checked
 from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.peaks import USAGE
@@ -131,8 +131,14 @@ class Work:
         earlier = range(1, self.job.round + 1)
         data = [self.root / "jobs" / self.job.at(one) / FOLDERS["generate"] / ROWS for one in earlier]
         start = self.trained(self.job.round - 1) if self.job.round > 1 else None
-        found = self.algorithm.train(Rows.together(map(Rows.load, data)), start, out=out)
-        peak = _memory_summary(rank)
+        logs = _LogsOfRun(out / GRPO_RUN)
+        try:
+            found = self.algorithm.train(Rows.together(map(Rows.load, data)), start, out=out)
+        except AsyncGRPOError as error:
+            if logs.say_out_of_memory():
+                raise StageOutOfMemory(f"out of memory in the run {out / GRPO_RUN}: {error}") from error
+            raise
+        peak = 0 if self.job.algo in OWN_PROCESSES else _memory_summary(rank)
         if rank > 0:
             return
         for name in _LEAVES:
@@ -234,6 +240,7 @@ class Work:
         elif len(os.sched_getaffinity(0)) == 1:
             arguments += ["--num-workers", "1"]  # a second one would share the core
         arguments += ["--resume"] if run.exists() else []
+        logs = _LogsOfRun(run)
         child = subprocess.Popen([*held_by_us(), sys.executable, "-m", "async_grpo.cli", *arguments])
         asked: list[int] = []
 
@@ -245,7 +252,7 @@ class Work:
             code = child.wait()
         if asked:  # its code would not say so: what it has sampled is kept, and that is 0
             raise StageError(f"async-grpo {command} was asked to stop. Another attempt continues it, from {run}.")
-        if code and _says_out_of_memory(run):
+        if code and logs.say_out_of_memory():
             raise StageOutOfMemory(f"out of memory in async-grpo {command}: its log is above, and in {run}.")
         if code:
             raise StageError(f"async-grpo {command} ended with exit code {code}: its log is above, and in {run}.")
@@ -263,9 +270,20 @@ class StageOutOfMemory(StageError):
     exit_code = OUT_OF_MEMORY
 
 
-def _says_out_of_memory(run: Path) -> bool:
-    """Whether a process of a failed run has said so."""
-    return any(b"OutOfMemoryError" in read_end(log, _LOG_TAIL_BYTES)[0] for log in run.glob("log_*.txt"))
+class _LogsOfRun:
+    """The logs of a run's processes, from now on: an earlier attempt wrote into the same."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._before = {log: log.stat().st_size for log in run.glob("log_*.txt")}
+
+    def say_out_of_memory(self) -> bool:
+        """Whether a process says so, in the last MB that it has written."""
+        for log in self._run.glob("log_*.txt"):
+            new = log.stat().st_size - self._before.get(log, 0)
+            if new > 0 and b"OutOfMemoryError" in read_end(log, min(new, _LOG_TAIL_BYTES))[0]:
+                return True
+        return False
 
 
 def _visible_gpus() -> int:

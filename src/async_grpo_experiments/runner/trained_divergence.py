@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ import torch
 from async_grpo.evals.estimators import Estimate, problems_with_interval, range_of
 from async_grpo.records import RolloutGroup
 from async_grpo_experiments.guidance.divergence import divergence_of_policy
+from async_grpo_experiments.progress import told
 
 
 def divergence_of_groups(
-    groups: Iterable[RolloutGroup], policy: Any, reference: Any, temperature: float
+    groups: Sequence[RolloutGroup], policy: Any, reference: Any, temperature: float
 ) -> dict[str, Estimate]:
     """Estimate `avg_kl` and `avg_kl_per_token` as means over problems, as a guided evaluation has them.
 
@@ -22,7 +23,7 @@ def divergence_of_groups(
         temperature: at which they were sampled.
     """
     values: dict[str, list[float]] = {"avg_kl": [], "avg_kl_per_token": []}
-    for group in groups:
+    for group in told(groups, "problems are compared with the reference"):
         ids_BT, mask_BT = (one.to(policy.device) for one in _padded(group))
         nats = float(divergence_of_policy(policy, reference, ids_BT, mask_BT, temperature).sum())
         values["avg_kl"].append(nats / len(ids_BT))

@@ -58,6 +58,7 @@ class Task:
         need: what it takes of the places.
         priority: higher ones start first, among those that can.
         deadline_s: it is killed, and has failed, after so long.
+        silence_s: it is killed, and has failed, when its log has said nothing for so long, from its first words on.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Task:
     need: Need = A_PLACE
     priority: float = 0.0
     deadline_s: float = math.inf
+    silence_s: float = math.inf
     peak_bytes: Callable[[], int] = lambda: 0  # the most memory that it had, asked when it has ended
     ran_out: Callable[[], bool] = lambda: False  # whether it has noted that it was out of memory
     way_out: Callable[[Place], str] = lambda place: ""  # what would need less memory than this place has
@@ -181,8 +183,8 @@ class TaskSchedule:
     def _start(self, task: Task, place: Place) -> None:
         try:
             command = task.command(place)
-            log = LogTail(command.log, task.name)
-            pid = self._starter.add(_child(task, place, command))
+            log, health = LogTail(command.log, task.name), _TaskHealth(task, command.log)
+            pid = self._starter.add(_child(task, place, command, health))
         except DiskFullError as error:
             self._packing.give_back(task.name)
             self._waiting.insert(0, task)
@@ -197,7 +199,7 @@ class TaskSchedule:
             return
         now = time.monotonic()
         self._next_start = now + self._stagger_s
-        self._running[task.name] = _Running(task, place, log, now, MemoryWatch())
+        self._running[task.name] = _Running(task, place, log, now, MemoryWatch(), health)
         self._ledger.change(
             task.name,
             state=RUNNING,
@@ -256,6 +258,8 @@ class TaskSchedule:
             return FINISHED, ""
         if self.stopping:
             return STOPPED, "it was asked to stop"
+        if running.health.passed:
+            return FAILED, running.health.passed
         if out_of_memory and not task.need.alone:
             return WAITING, "out of memory beside others; it gets a place alone"
         if ended.code == LOST:
@@ -274,36 +278,57 @@ class _Running(NamedTuple):
     log: LogTail
     since: float  # monotonic
     memory: MemoryWatch  # of this machine
+    health: _TaskHealth
 
     def lacked(self, ended: Exit) -> bool:
         """Whether the kernel has killed it for lack of memory, as far as can be seen."""
         return ended.code == -signal.SIGKILL and self.memory.lacked()
 
 
-def _child(task: Task, place: Place, command: Command) -> PlacedChild:
+def _child(task: Task, place: Place, command: Command, health: _TaskHealth) -> PlacedChild:
     return PlacedChild(
         name=task.name,
         command=command.arguments,
         env=command.env,
         log=command.log,
         grace_s=task.grace_s,
-        health=None if task.deadline_s == math.inf else _Deadline(task.deadline_s),
+        health=health,
         cores=place.cores,
         attempt=command.attempt,
     )
 
 
-class _Deadline:
-    """The health of a task that may take so long, from its start on."""
+class _TaskHealth:
+    """The health of a task: how long it may take, and how long its log may say nothing.
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._end = seconds, time.monotonic() + seconds
+    A job of a cluster waits in a queue before its first words, and what it wrote in an earlier attempt is older.
+    """
+
+    def __init__(self, task: Task, log: Path) -> None:
+        self._task, self._log = task, log
+        self._began = time.monotonic()
+        self._bytes, self._heard = _bytes_of(log), math.inf
+        self.passed = ""  # which limit it has passed
 
     def progress(self) -> object:
         return None
 
     def hang(self, pid: int) -> str:
-        return f"it has taken {self._seconds:g} s, its deadline" if time.monotonic() > self._end else ""
+        now, found = time.monotonic(), _bytes_of(self._log)
+        if found != self._bytes:
+            self._bytes, self._heard = found, now
+        if now - self._began > self._task.deadline_s:
+            self.passed = f"it has taken {self._task.deadline_s:g} s, its deadline"
+        elif now - self._heard > self._task.silence_s:
+            self.passed = f"its log has said nothing for {self._task.silence_s:g} s"
+        return self.passed
+
+
+def _bytes_of(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _urgency(task: Task) -> tuple[float, float]:

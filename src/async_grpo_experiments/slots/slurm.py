@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import AsyncGRPOError, BadFileError, UsageError
-from async_grpo.launch.supervisor import Exit, Exits
+from async_grpo.launch.supervisor import Exit, Exits, Health
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.reading import read_object
@@ -105,6 +105,7 @@ class SlurmStarter:
         self._executor, self._is_slurm = submitit.AutoExecutor(folder, cluster=cluster), cluster == "slurm"
         self._jobs: dict[str, Any] = {}  # by the child's name, submitit's
         self._code_files: dict[str, Path] = {}
+        self._health: dict[str, Health] = {}
         self._stopping = False
         self._next_ask = 0.0  # monotonic
         self.exits: dict[str, Exit] = {}
@@ -140,11 +141,14 @@ class SlurmStarter:
         except (FailedJobError, FailedSubmissionError) as error:
             raise ClusterError(f"SLURM does not take the job: {error}") from error
         self._jobs[child.name], self._code_files[child.name] = job, code_file
+        if child.health is not None:
+            self._health[child.name] = child.health
         self._say(f"{child.name} is job {job.job_id}, {child.attempt}")
         return 0
 
     def forget(self, name: str) -> None:
         del self.exits[name], self._jobs[name], self._code_files[name]
+        self._health.pop(name, None)
 
     def stop(self) -> None:
         self._stopping = True
@@ -158,9 +162,16 @@ class SlurmStarter:
             if time.monotonic() >= self._next_ask:
                 self._next_ask = time.monotonic() + ASK_S
                 for name in [name for name in self._jobs if name not in self.exits]:
-                    self._has_ended(name)
+                    if not self._has_ended(name):
+                        self._end_hanging(name)
             time.sleep(LOOK_S)
         return self.exits
+
+    def _end_hanging(self, name: str) -> None:
+        if name in self._health and (why := self._health[name].hang(0)):
+            self._say(f"cancelling {name}: {why}")
+            self._jobs[name].cancel(check=False)
+            del self._health[name]
 
     def _has_ended(self, name: str) -> bool:
         ended = self._jobs[name].done()

@@ -19,9 +19,9 @@ from async_grpo_experiments.runner.composition import composed, place_of_conf
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.config_files import changed, write_config
 from async_grpo_experiments.runner.graph import graph_of, keys_of, kind_of
-from async_grpo_experiments.runner.peaks import StageSeconds
+from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, StageSeconds
 from async_grpo_experiments.runner.priority import chains_left, estimate_job_priority, named
-from async_grpo_experiments.runner.run import SECONDS
+from async_grpo_experiments.runner.run import MEMORY, SECONDS
 from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, Ledger, Record
 
 
@@ -43,6 +43,7 @@ from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, Ledger, Record
         ({"system": {"attn_impl": "flash_attention_2"}}, "set system.attn_impl=eager"),
         ({"system": {"max_parallel_jobs": 0}}, "max_parallel_jobs must be at least 1"),
         ({"scheduling": {"deadline_s": 0.0}}, "deadline_s must be over 0"),
+        ({"scheduling": {"silence_s": -1.0}}, "silence_s must be over 0"),
         ({"scheduling": {"stagger_s": -1.0}}, "stagger_s must be 0 or more"),
         ({"system": {"gpus_per_job": 0}}, "gpus_per_job must be at least 1"),
         (
@@ -183,6 +184,24 @@ class TestWithHydra:
         assert "9 jobs, 25 stages" in said
         assert "PITA_llama_GSM8K_r2.generate needs PITA_llama_GSM8K_r1.train" in said
         assert "25 stages of kinds that have not run in outputs yet" in said
+
+    def test_a_stage_that_no_gpu_has_room_for_is_shown_with_the_batch_that_fits(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = ["experiment.name=x", "algos.DPO.enabled=false", "algos.GRPO.enabled=false", "rounds_of_training=1"]
+        config = checked(composed(place_of_conf(), keys))
+        kinds = {kind_of(stage, config): stage for stage in graph_of(config).values()}
+        halves = [BatchMemory(rows, rows * 10**10) for rows in (8, 4, 2, 1)]
+        answers = {kind: StageForecast(memory=halves, disk=0) for kind in kinds}
+        monkeypatch.setattr(experiment, "ask_forecast", lambda config: answers)
+        monkeypatch.setattr(experiment, "largest_room", lambda config: 68 * 10**9)
+        train = next(stage for stage in kinds.values() if (stage.job.algo, stage.kind) == ("PITA", "train"))
+        MemoryPeaks(Path(MEMORY)).peak_of(train, Path("nowhere"), config, 200 * 10**9)
+        assert main(["experiment", *keys, "--outputs", ".", "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        needs = "needs {}, and the largest place has 68.0 GB: set {}, which needs {}.\n"
+        assert needs.format("80.0 GB", "generation.batch_size=4", "40.0 GB") in said
+        assert "PITA train, llama " + needs.format("220.0 GB", "training.micro_batch_size=2", "55.0 GB") in said
 
     def test_the_time_of_a_kind_is_that_of_its_last_stage(self, capsys: pytest.CaptureFixture[str]) -> None:
         keys = ["algos.PITA.enabled=false", "algos.DPO.enabled=false", "algos.GRPO.enabled=false"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from experiment_yard import TWO_PLACES, ExperimentYard, tree
+from experiment_yard import STAND_IN, TWO_PLACES, ExperimentYard, tree
 
 from async_grpo.errors import DiskFullError, RunDirError, UsageError
 from async_grpo.launch import supervisor as supervisor_module
@@ -112,22 +114,31 @@ def test_a_kill_at_a_boundary_costs_no_finished_stage_and_changes_nothing(
 
 @pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, untroubled: dict[str, dict[str, str]]) -> None:
-    """50 kills of the runner. Where an experiment is done, the next kill meets a new one."""
+    """50 kills of the runner or of a stage. Where an experiment is done, the next kill meets a new one."""
     draw, kills, number = random.Random(0), 0, 0
     while kills < 50:
         yard, number = ExperimentYard(tmp_path / str(number)), number + 1
         yard.folder.mkdir()
         while len(yard.hashes()) < len(untroubled):
             runner = subprocess.Popen(apart(yard), cwd=Path(__file__).parent)
-            try:
-                runner.wait(draw.uniform(0.3, 1.5))
-            except subprocess.TimeoutExpired:
-                runner.kill()
-                runner.wait()
-                kills += 1
+            while runner.poll() is None:
+                try:
+                    runner.wait(draw.uniform(0.3, 1.5))
+                except subprocess.TimeoutExpired:
+                    kills += kill_one_of(runner, draw)
         assert yard.run(ONE_LINE) == 0
         assert len(yard.finished) == len({*yard.finished})  # a kill before its line leaves one out
         assert yard.hashes() == untroubled and not list(yard.root.glob("jobs/*/*.partial-*"))
+
+
+def kill_one_of(runner: subprocess.Popen[bytes], draw: random.Random) -> int:
+    """Kill the runner, or a stage of it; returns how many were killed."""
+    with suppress(psutil.NoSuchProcess):
+        ours = psutil.Process(runner.pid)
+        stages = [one for one in ours.children(recursive=True) if str(STAND_IN) in one.cmdline()]
+        draw.choice([ours, *stages]).kill()
+        return 1
+    return 0
 
 
 @pytest.mark.parametrize("truncated", ["data", "model", "evaluation"])

@@ -32,13 +32,15 @@ def test_a_stage_holds_its_models_as_often_as_it_needs_them(tmp_path: Path) -> N
     config = checked(tree(models={"tiny": {"ref": save(tmp_path / "reference", model, tokenizer)}}, **KEYS))
     found = forecast(config)
     stages = {name: found[kind_of(stage, config)] for name, stage in graph_of(config).items()}
+    evaluation = stages["reference_tiny_ascents.evaluate"]
     layers, tokens = 2, 1 + 7
     cache = 16 * tokens * layers * 2 * 64 * 4  # a key and a value of 64 numbers
-    assert stages["reference_tiny_ascents.evaluate"].memory == 3 * weights + cache
-    assert stages["QSharp_tiny_ascents_r1.evaluate"].memory == 3 * weights + cache + backbone
+    assert evaluation.memory == [(rows, 3 * weights + cache * rows // 16) for rows in (16, 8, 4, 2, 1)]
+    assert stages["QSharp_tiny_ascents_r1.evaluate"].needed == 3 * weights + cache + backbone
     head, dpo, grpo = (stages[f"{algo}_tiny_ascents_r1.train"] for algo in ("QSharp", "DPO", "GRPO"))
-    assert grpo.memory - dpo.memory == 2 * weights
-    assert 4 * backbone < head.memory < 5 * weights < dpo.memory
+    assert grpo.needed - dpo.needed == 2 * weights
+    assert 4 * backbone < head.needed < 5 * weights < dpo.needed
+    assert [rows for rows, _ in head.memory] == [4, 2, 1]
     assert (head.disk, dpo.disk) == (2 * backbone, 2 * weights)
 
 
@@ -54,4 +56,4 @@ def test_a_child_answers_by_kind(tmp_path: Path) -> None:
     config = checked(tree(models={"tiny": {"ref": reference}}, **KEYS))
     answer = experiment.ask_forecast(config)
     assert {*answer} == {kind_of(stage, config) for stage in graph_of(config).values()}
-    assert all(one["memory"] > 0 for one in answer.values())
+    assert all(one.needed > 0 for one in answer.values())

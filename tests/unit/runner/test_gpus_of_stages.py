@@ -17,8 +17,8 @@ from async_grpo.errors import UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo_experiments.runner import experiment, gpu_use
 from async_grpo_experiments.runner.config import checked
-from async_grpo_experiments.runner.graph import graph_of
-from async_grpo_experiments.runner.peaks import MemoryPeaks, way_out
+from async_grpo_experiments.runner.graph import graph_of, kind_of
+from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, way_out
 from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.ledger import FAILED, LEDGER, read
 from async_grpo_experiments.slots.places import Place
@@ -110,6 +110,12 @@ def test_how_busy_a_stages_gpu_was_is_noted_and_its_peak_packs_the_next_one(
     assert yard.run(ONE_ROUND, places=TWO_GPUS[:1]) == 0
     log = (yard.root / "run.log").read_text()
     assert f"GPU utilization {TRAIN}: 80%\n" in log
+    ends = r"GPU Memory Summary:\n  GPU 0: \d+\.00 GB taken at most, 80\.00 GB total\n$"
+    logs = {
+        kind: (yard.root / f"jobs/QSharp_tiny_sums_r1/log_{kind}.txt").read_text() for kind in ("generate", "train")
+    }
+    assert re.search(ends, logs["generate"])
+    assert not logs["train"]  # its process says more of itself
     config = checked(ONE_ROUND)
     needed = MemoryPeaks(yard.root.parent.parent / "memory.json").needed(graph_of(config)[TRAIN], config)
     assert needed is not None and needed > 1.1 * GB
@@ -121,13 +127,21 @@ def test_without_a_driver_the_use_is_unknown(yard: ExperimentYard, monkeypatch: 
     assert f"GPU utilization {TRAIN}: unknown\n" in (yard.root / "run.log").read_text()
 
 
-def test_stages_of_known_peaks_share_a_gpu(yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages at a time in one place: a reference and a generation, each of which has had 30 of 80 GB."""
+@pytest.mark.parametrize("are_measured", [True, False])
+def test_stages_of_known_memory_share_a_gpu(
+    yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch, are_measured: bool
+) -> None:
+    """Two stages at a time in one place: a reference and a generation, each of 30 of 80 GB."""
     config = checked(ONE_ROUND)
     peaks = MemoryPeaks(yard.root.parent.parent / "memory.json")
     yard.root.parent.parent.mkdir(parents=True)
-    for stage in graph_of(config).values():
+    stages = graph_of(config).values()
+    answer = StageForecast(memory=[BatchMemory(8, 30 * GB)], disk=0)
+    answers = {kind_of(stage, config): answer for stage in stages}
+    for stage in stages if are_measured else ():
         assert peaks.peak_of(stage, yard.folder, config, 30 * GB) == 30 * GB
+        answers = {}  # nobody asks
+    monkeypatch.setattr(experiment, "ask_forecast", lambda config: answers)
     places = [Place(name="gpu0", gpus=("0",), bytes=70 * GB)]
     yard.fail(GENERATE, "hang")  # until the reference is done
     look = experiment.ExperimentRun._look
@@ -178,3 +192,15 @@ def test_a_line_a_minute_has_all_gpus(yard: ExperimentYard, driver: FakeDriver) 
 
     screen = ExperimentScreen(lambda: iter([("a", "FAILED", "", "")]), print, None, gpu_use.GpuUse(TWO_GPUS).summary)
     assert screen.line() == "1 FAILED | GPU 0 80%, 11.0 GB of 80.0 GB | GPU 1 81%, 12.0 GB of 80.0 GB"
+
+
+def test_a_kind_of_stage_that_no_place_has_room_for_runs_alone_and_is_said(
+    yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = checked(ONE_ROUND)
+    answer = StageForecast(memory=[BatchMemory(8, 90 * GB)], disk=0)
+    answers = {kind_of(stage, config): answer for stage in graph_of(config).values()}
+    monkeypatch.setattr(experiment, "ask_forecast", lambda config: answers)
+    assert yard.run(ONE_ROUND, places=[Place(name="gpu0", gpus=("0",), bytes=70 * GB)]) == 0
+    said = f"{TRAIN} needs about 90.0 GB, and the largest place has 70.0 GB: stages like it run alone."
+    assert said in (yard.root / "run.log").read_text()

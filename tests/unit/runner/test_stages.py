@@ -11,16 +11,17 @@ from datasets import Dataset
 from experiment_yard import tree
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo_experiments import progress
 from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
-from async_grpo_experiments.algorithms.rows import preferable
+from async_grpo_experiments.algorithms.rows import NO_ROWS, preferable
 from async_grpo_experiments.problems.table import load
 from async_grpo_experiments.reward_models import load_reward_model
 from async_grpo_experiments.runner.config import ExperimentConfig, checked
 from async_grpo_experiments.runner.graph import jobs_of
 from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, settings_of
-from async_grpo_experiments.runner.stages import Work
+from async_grpo_experiments.runner.stages import StageOutOfMemory, Work
 from async_grpo_experiments.worlds.sentiment import sentiment_tokenizer
 from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
 
@@ -130,3 +131,40 @@ def test_a_reward_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
 def test_grpo_is_rewarded_by_the_function_of_its_dataset_or_by_a_model(dataset: dict[str, str], reward: str) -> None:
     config = checked(tree(algos={"GRPO": {}}, datasets={"sums": dataset}))
     assert Work(config, jobs_of(config)[1]).algorithm._reward == reward
+
+
+@pytest.mark.parametrize(("written", "is_memory"), [("OutOfMemoryError: 3 GB", True), ("ValueError: no", False)])
+def test_a_run_of_grpo_that_was_out_of_memory_is_told_from_one_that_failed(
+    tmp_path: Path, written: str, is_memory: bool
+) -> None:
+    """What an earlier attempt has written into the same log does not count."""
+    config = checked(tree(algos={"GRPO": {}}))
+    job = next(one for one in jobs_of(config) if one.algo == "GRPO")
+    work, run = Work(config, job, tmp_path), tmp_path / "jobs" / job.id / "training" / "run"
+    log, partial = run / "log_parameter_server.txt", tmp_path / "model.partial-x"
+    (partial / "work").mkdir(parents=True)
+    (partial / "work" / "training").touch()  # it continues
+    data = tmp_path / "jobs" / job.id / "data"
+    for folder in (run, data):
+        folder.mkdir(parents=True)
+    NO_ROWS.save(data / "rows.arrow")
+    log.write_text("torch.OutOfMemoryError: of an earlier attempt\n")
+
+    class Fails:
+        def train(self, *_: Any, **__: Any) -> None:
+            with log.open("a") as file:
+                file.write(written)
+            raise UsageError("the run has failed")
+
+    work.algorithm = Fails()
+    with pytest.raises(AsyncGRPOError, match="the run has failed") as failed:
+        work.train(partial)
+    assert isinstance(failed.value, StageOutOfMemory) is is_memory
+
+
+def test_a_long_loop_says_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(progress, "SAY_EVERY_S", -1.0)
+    monkeypatch.setattr(progress.logger, "info", said.append)
+    assert [*progress.told("abc", "letters are read")] == ["a", "b", "c"]
+    assert said[-1] == "2 of 3 letters are read"
