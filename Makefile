@@ -182,7 +182,7 @@ test-envs: .venv-envs/.installed
 	touch $@
 
 test-nodes: .venv-ray/.installed
-	.venv-ray/bin/python -m pytest tests/with_ray tests/unit/nodes
+	.venv-ray/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 tests/with_ray tests/unit/nodes
 
 # As root: machines in namespaces of their own, which share nothing but a link. How often they are killed and cut off.
 NODE_KILLS ?= 50

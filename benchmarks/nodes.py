@@ -88,6 +88,7 @@ class StandIn:
             "failures": [],
             "log": [],
             "workers": 8,
+            "scored": 0,
             "version": 0,
             "refused": "",
             "gave_up": "",

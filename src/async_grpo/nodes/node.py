@@ -45,7 +45,7 @@ from async_grpo.rundir.system_errors import sentence_of
 from async_grpo.settings import CPU
 from async_grpo.setup.devices import threads_per_process
 from async_grpo.setup.process import end_with_parent, path_to_us
-from async_grpo.telemetry.activity import LOADING, STARTING, read_activity
+from async_grpo.telemetry.activity import LOADING, SCORING, STARTING, read_activity
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from async_grpo_ipc.delta.buffers import Bytes
 
 POLL_S = 1.0  # how long an exchange waits for something to say
-LOOK_S = 0.5
+LOOK_S = 0.05
 KEEP_DONE = 64  # groups that a node's archive keeps
 MOST_LOG_LINES = 200  # an exchange
 END_S = 8.0  # for the workers to leave a run that has ended
@@ -76,6 +76,7 @@ class Exchanged:
     failures: list[tuple[int, str]] = field(default_factory=list)  # number, and the reason
     log: list[str] = field(default_factory=list)
     workers: int = 0  # that can take a job
+    scored: int = 0  # groups that are sampled, and wait for their rewards or get them
     version: int | None = None  # that they can see
     refused: str = ""  # a worker's refusal, which ends the run
     waited_s: float = 0.0  # for something to say
@@ -139,6 +140,7 @@ class _RunHere:
         self._answer = Exchanged()
         self._held: deque[tuple[SentJob, Job]] = deque()  # until their weights are here
         self._turn = 0
+        self._scored = self._said_scored = 0
         self._ready: set[tuple[str, int]] = set()  # name and pid of each worker
         self._ended = threading.Event()
         children = [
@@ -169,6 +171,7 @@ class _RunHere:
             began = time.monotonic()
             self._changed.wait_for(lambda: self._has_news() or self._turn != turn, POLL_S)
             answer, self._answer = self._answer, Exchanged()
+            answer.scored = self._said_scored = self._scored
         answer.waited_s = time.monotonic() - began
         answer.workers = self._ready_workers()
         answer.version = self._weights.published
@@ -221,10 +224,16 @@ class _RunHere:
             except (AsyncGRPOError, OSError) as error:
                 self._tell(gave_up=reason_of(error))
                 return
+            scored = self._groups_scored()
             with self._changed:
                 self._answer.groups += groups
                 self._answer.failures += failures
+                self._scored = scored
                 self._changed.notify_all()
+
+    def _groups_scored(self) -> int:
+        records = (read_activity(activity_file(self._run.root, name)) for name, _ in list(self._ready))
+        return sum(job.phase == SCORING for record in records if record is not None for job in record.jobs)
 
     def _finished_groups(self) -> list[tuple[int, bytes]]:
         found = []
@@ -241,7 +250,8 @@ class _RunHere:
 
     def _has_news(self) -> bool:
         now = self._answer
-        return bool(now.groups or now.failures or now.refused or now.gave_up or self._ended.is_set())
+        has_room = self._scored > self._said_scored  # for other jobs
+        return bool(now.groups or now.failures or now.refused or now.gave_up or has_room or self._ended.is_set())
 
     def _tell(self, *, refused: str = "", gave_up: str = "") -> None:
         with self._changed:

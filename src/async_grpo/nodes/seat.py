@@ -114,7 +114,7 @@ class FarNodeSeat:
         self._failed: dict[int, float] = {}  # job that failed here -> when (monotonic seconds)
         self._waiting: deque[_SentExchange] = deque()
         self._published: int | None = None  # version that the node's workers can see
-        self._alive = 0
+        self._alive = self._scored = 0  # workers of the node; groups that they score
         self._waited_s, self._looked = 0.0, time.monotonic()  # for the answer that is due
         self._done = threading.Event()
         self._trouble: BaseException | None = None  # of the thread that sends weights
@@ -183,7 +183,7 @@ class FarNodeSeat:
         """As `Worker._room` has it, for all workers of the node."""
         if not self._alive or self._published is None or not self._queue.served():
             return 0
-        mine, pending = len(self._claims), self._queue.pending()
+        mine, pending = max(0, len(self._claims) - self._scored), self._queue.pending()
         share = math.ceil((pending + mine) * self._workers / max(self._workers, self._queue.alive_workers()))
         most: float = math.inf
         if self._plan.training.deterministic:
@@ -202,7 +202,7 @@ class FarNodeSeat:
     def _take(self, answer: dict[str, Any]) -> None:
         for line in answer["log"]:
             self._log.append(line)
-        self._alive, self._published = int(answer["workers"]), answer["version"]
+        self._alive, self._scored, self._published = int(answer["workers"]), int(answer["scored"]), answer["version"]
         for seq, data in answer["groups"]:
             self._complete(int(seq), bytes(data))
         for seq, reason in answer["failures"]:

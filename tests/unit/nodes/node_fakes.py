@@ -61,6 +61,7 @@ class FakeFarNode:
     def __init__(self, work: Callable[[SentJob, Job], RolloutGroup | str | None], *, workers: int = 2) -> None:
         self._work, self._workers = work, workers
         self.version: int | None = 0
+        self.scored = 0  # of its groups, those that get their rewards
         self.is_silent = False
         self.sent: list[SentJob] = []
         self.killed = False
@@ -95,6 +96,7 @@ class FakeFarNode:
             "failures": [(job.seq, result) for _, job, result in done if isinstance(result, str)],
             "log": [],
             "workers": self._workers,
+            "scored": self.scored,
             "version": self.version,
             "refused": "",
             "gave_up": "",

@@ -33,7 +33,7 @@ from async_grpo.rundir.paths import RUNNING, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import path_to_us
-from async_grpo.telemetry.activity import LOADING, Activity
+from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, Activity
 
 
 class FakeWeights:
@@ -121,6 +121,19 @@ def test_a_worker_that_loads_is_none_to_the_server(here: _RunHere) -> None:
         activity.waits("jobs")
         assert here.exchange([], b"").workers == 1
     assert here.exchange([], b"").workers == 0, "it is gone"
+
+
+def test_groups_that_get_their_rewards_are_told_at_once(here: _RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node has room for other jobs then, though it has nothing to hand back."""
+    monkeypatch.setattr(far, "POLL_S", 600.0)
+    activity = Activity()
+    with closing(WorkerQueue.open(here._run.root, 1, "cpu")) as worker:
+        activity.publish(here._run.root, worker.name, device="cpu", run_id=RUN, state=GENERATING)
+        here._ready_workers()
+        activity.has_jobs([1, 2], GENERATING)
+        activity.has_jobs([2], SCORING)
+        activity.doing(SCORING)
+        assert here.exchange([], b"").scored == 1
 
 
 def test_a_group_and_a_failure_are_told_and_the_attempt_is_that_of_the_server(here: _RunHere) -> None:

@@ -158,6 +158,9 @@ def test_a_node_takes_its_share_and_no_more(server: ServerQueue) -> None:
         until(lambda: len(node.sent) == 6, "two thirds, for two of three workers")
         assert local.alive_workers() == 3
         assert local.pending() == 3
+        node.scored = 6  # as a worker here, it samples others meanwhile
+        until(lambda: len(node.sent) == 8, "two thirds of the rest")
+        assert local.pending() == 1
 
 
 def test_a_node_without_workers_or_weights_claims_nothing(server: ServerQueue) -> None:
