@@ -51,6 +51,8 @@ from async_grpo_ipc.delta.tensors import as_buffer
 GROUPS = 1500
 TOKENS = 60  # of each of 16 completions: a file of some 8 KiB
 WHOLE_BYTES = 64 * 2**20
+WARM_UP = 4  # versions that touch the memory of all slots, there and here, for the first time
+VERSIONS_A_ROUND = 4
 ELSEWHERE = -1  # a version from which no difference leads
 WEIGHTS_OF_A_DELTA = 20_000_000
 MODELS = {"1 B": 1e9, "32 B": 32e9}
@@ -194,7 +196,7 @@ def whole_version(cluster: Cluster, node: RayNode, folder: Path, rounds: int) ->
     with WeightExporter.from_tensors(tensors, folder / f"server-{time.monotonic_ns()}.json", slots=3) as exporter:
         exporter.publish(0)
         versions = PublishedVersions(exporter.path, cluster.put)
-        for version in range(1, rounds + 2):
+        for version in range(1, WARM_UP + VERSIONS_A_ROUND * rounds + 1):
             for tensor in tensors.values():
                 tensor.normal_()
             exporter.publish(version)
@@ -210,7 +212,7 @@ def whole_version(cluster: Cluster, node: RayNode, folder: Path, rounds: int) ->
             node.receive({"kind": "bare"}, cluster.put(data)).result(120)
             bare.append(time.perf_counter() - began)
         versions.close()
-    return ours[1:], bare[1:]  # the first makes the memory
+    return ours[WARM_UP:], bare[WARM_UP:]
 
 
 def delta_ratio(rate: float) -> tuple[float, float]:

@@ -213,6 +213,7 @@ class Bench:
             should_stop=lambda: self.stopping,
             resume_from=resume_from,
             max_wait_s=max_wait_s,
+            way_to_workers="start one with `async-grpo worker`",
             **options,
         )
 

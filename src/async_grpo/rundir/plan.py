@@ -55,6 +55,12 @@ class RunPlan:
             return 0
         return self.worker_devices.count(self.master_device)
 
+    @property
+    def way_to_workers(self) -> str:
+        """What to do where no worker is alive."""
+        by_hand = "start one with `async-grpo worker`"
+        return by_hand if self.launch.ray is None else f"log_nodes.txt says why no node has any, or {by_hand}"
+
     def options(self) -> dict[str, Any]:
         """The settings by name, as a later start of the run has them where its command line says nothing."""
         kinds = (self.training, self.work, self.launch)

@@ -68,7 +68,7 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
             f"the parameter server (pid {processes.server.pid}, last seen {processes.server.state}) was killed, or the "
             f"machine went down.{waiting if workers else ''} To continue from the last checkpoint: {next_one}"
         )
-    at_work = "the run is training." if workers else "the run has no live worker: start one with `async-grpo worker`."
+    at_work = "the run is training." if workers else f"the run has no live worker: {state.plan.way_to_workers}."
     return {
         STARTING: "the run is starting: no parameter server is alive yet. If none comes, start the run again.",
         LOADING: f"the parameter server is loading {state.plan.config.name}; workers load meanwhile, or wait for "
@@ -130,10 +130,10 @@ def measure(processes: Processes, *, by_hand: bool = False) -> Shares | None:
     )
 
 
-def bottleneck(processes: Processes, shares: Shares | None) -> str:
+def bottleneck(processes: Processes, shares: Shares | None, state: RunState) -> str:
     """Name the side that holds the run up and what to change, or why that cannot be said yet."""
     if not any(worker.alive for worker in processes.workers):
-        return "no worker is alive: start one with `async-grpo worker`"
+        return f"no worker is alive: {state.plan.way_to_workers}"
     if processes.server is not None and processes.server.no_progress_s is not None:
         return "nothing moves: look at the processes that make no progress"
     if shares is None or shares.window_s < LONG_ENOUGH_S:

@@ -143,7 +143,7 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         rates=rates,
         trainer_waits=shares.trainer_waits if shares else None,
         workers_busy=shares.workers_busy if shares else None,
-        bottleneck=diagnosis.bottleneck(processes, shares) if training else "",
+        bottleneck=diagnosis.bottleneck(processes, shares, state) if training else "",
         nodes=nodes.nodes if (nodes := read_nodes(run.nodes)) is not None else (),
         stalls=processes.stalls(),
         tips=state.tips,

@@ -137,6 +137,7 @@ class Parts:
             in_order=settings.deterministic,
             quotas=getattr(trainer, "task_quotas", None),
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
+            way_to_workers=state.plan.way_to_workers,
             evaluations=self.evaluations,
             resume_from=used,
             finish_s=state.plan.launch.stop_grace / 2,  # the other half is for the checkpoint

@@ -75,6 +75,7 @@ class RolloutSource:
         evaluations: looked after at every look at the queue.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
         finish_s: how long `finish_open` goes on after the run was asked to end.
+        way_to_workers: what to do where none is alive.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class RolloutSource:
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
         finish_s: float = 0.0,
+        way_to_workers: str,
     ) -> None:
         self._queue = queue
         self._issuer = issuer
@@ -107,7 +109,7 @@ class RolloutSource:
         self._quotas = quotas
         self._is_uniform = is_uniform
         self._evaluations = evaluations
-        self._max_wait_s, self._finish_s = max_wait_s, finish_s
+        self._max_wait_s, self._finish_s, self._way_to_workers = max_wait_s, finish_s, way_to_workers
 
         self.rounds = resume_from.rounds if resume_from else 0  # batches trained on
         self._consumed_below = resume_from.consumed_below if resume_from else 0  # every usable group below it
@@ -435,7 +437,7 @@ class RolloutSource:
         workers = len(self._queue.workers())
         missing = max(1, self._schedule.groups_per_round - len(self._ready))
         if workers == 0:
-            return f"{counted(missing, 'group')}, and no worker is alive: start one with `async-grpo worker`"
+            return f"{counted(missing, 'group')}, and no worker is alive: {self._way_to_workers}"
         if self._evaluations is not None and self._evaluations.busy:
             return self._evaluations.describe()
         return (

@@ -204,7 +204,11 @@ def test_a_resumed_run_does_not_show_the_dead_of_the_one_before(run: RunDir, sta
     start("server", TRAINING)
     assert look(run.root).workers == ()
     assert "no live worker" in look(run.root).sentence
-    assert look(run.root).bottleneck.startswith("no worker is alive")
+    assert look(run.root).bottleneck == "no worker is alive: start one with `async-grpo worker`"
+    state = run.read_state()
+    assert state is not None
+    with_nodes = replace(state.plan, launch=replace(state.plan.launch, ray="auto"))
+    assert "log_nodes.txt says why no node has any" in with_nodes.way_to_workers
 
 
 def test_a_run_that_is_resumed_starts_and_is_not_dead(run: RunDir, start: Callable[..., Any]) -> None:
