@@ -275,6 +275,7 @@ def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
         rows.append(row("groups of a frozen node: pending again after", frozen, "s", target="<= 12"))
     gate = [pending_again_ms(Path(tempfile.gettempdir())) for _ in range(rounds)]
     rows.append(row("groups of a killed gate: pending again after", gate, "ms", target="<= 200"))
+    print(as_text(rows), flush=True)  # the whole runs take half an hour more
     rows += comparisons(rounds)
     encode_s = 0.0
     for rate, target in ((1e-6, ">= 30"), (1e-5, ">= 8")):
