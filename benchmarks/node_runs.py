@@ -32,7 +32,7 @@ from async_grpo.telemetry.nodes import NodeRecord
 FAR = ("--workers-per-node", "1", "--ray", "local", "--nodes")
 TWO_LOCAL = Side(name="2 local workers", workers=2, threads=1)
 ONE_FAR = Side(name="1 local and 1 far worker", workers=1, threads=1, flags=(*FAR, "2"))
-ALONE = Side(name="1 local worker", workers=1, threads=1)
+THREE_LOCAL = Side(name="3 local workers", workers=3, threads=1)
 TWO_NODES = Side(name="1 local worker and 2 nodes of one", workers=1, threads=1, flags=(*FAR, "3"))
 DEMO = Setting(steps=160)
 COMPARISONS = (  # what, setting, with nodes, without, whether the ratio is one of speeds, target
@@ -45,7 +45,14 @@ COMPARISONS = (  # what, setting, with nodes, without, whether the ratio is one 
         True,
         ">= 0.95",
     ),
-    ("a step of a busy trainer, with 2 nodes over none", replace(TWICE, steps=120), TWO_NODES, ALONE, False, "<= 1.1"),
+    (
+        "a step of a busy trainer, 1 local worker and 2 nodes of one over 3 local ones",
+        replace(TWICE, steps=120),
+        TWO_NODES,
+        THREE_LOCAL,
+        False,
+        "<= 1.1",
+    ),
 )
 HELD = 8  # jobs that the lost node has
 LOST_S = 60.0

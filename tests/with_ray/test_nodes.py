@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.integration
 STEPS = 24
 LOCAL = ("--ray", "local", "--workers-per-node", "1", "--eval-every", "0", "--nodes")
 TOKEN = "0123456789abcdef" * 4
+RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +70,13 @@ def no_longer_claimed(run_dir: Path, claims: set[str]) -> float:
     return time.monotonic() - began
 
 
-def processes_of_ray() -> set[int]:
-    found = set()
+def processes_of_ray(run_id: str) -> list[psutil.Process]:
+    """Those of the cluster that this run has made, whose folder is in their commands. Another test may have its own."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
-            if process.name() in ("raylet", "gcs_server") or process.name().startswith("ray::"):
-                found.add(process.pid)
+            if any(f"agrpo-{run_id}/" in word for word in process.cmdline()):
+                found.append(process)
     return found
 
 
@@ -86,7 +89,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
     """A far worker, an actor, the gate and a whole node are killed in one run, and an actor is frozen and thawed."""
-    before, run_dir, node_dir = processes_of_ray(), tmp_path / "worker", tmp_path / "nodes"
+    run_dir, node_dir = tmp_path / "worker", tmp_path / "nodes"
     node_dir.mkdir()
     options = ("-n", "0", *LOCAL, "3", "--node-dir", str(node_dir), "--steps", "100000")
     with command("train", str(SETUP), *options, cwd=tmp_path, TEST_REWARD_S="0.05") as run:
@@ -132,7 +135,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
     assert report.attempts().keys() <= {1, 2}, "only the death of the far worker counts"
     assert not (run_dir / "quarantine").exists() or not list((run_dir / "quarantine").iterdir())
     assert gone(seen), [process for process in seen if process.is_running()]
-    until(lambda: processes_of_ray() <= before, "the end of Ray's agents, whose raylet was killed")
+    until(lambda: not processes_of_ray(report.run_id), "the end of Ray's agents, whose raylet was killed")
     until(lambda: not list(node_dir.iterdir()), "the run directory of the killed node to be deleted")
     assert not Path(f"/tmp/agrpo-{report.run_id}").exists()
     summary = read(run_dir / "summary.json")
@@ -220,13 +223,13 @@ def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
         with command("doctor", "--ray", address, cwd=tmp_path) as doctor:
             doctor.wait()
-        assert "node2 (127.0.0.2): 4 CPUs, no GPUs; the same versions as here; a call takes" in " ".join(
+        assert "node2 (127.0.0.2): 4 of 4 CPUs free; the same versions as here; a call takes" in " ".join(
             doctor.output.split()
         )
         options = ("--ray", address, "--node-wait", "2", "--eval-every", "0", "--steps", "4", "-n", "0")
         with command("train", str(SETUP), *options, "--nodes", "4", cwd=tmp_path) as short:
             assert short.wait() == 2
-        assert "4 nodes were asked for, 2 are there after 2 s (--node-wait): node2: 4 CPUs" in short.output
+        assert "4 nodes were asked for, 2 are there after 2 s (--node-wait): node2: 4 of 4 CPUs free" in short.output
         finish(tmp_path, *options, "--workers-per-node", "1", "--run-dir", "run", setup=SETUP)
     assert audit(tmp_path / "run").anomalies == []
     assert str(ROOT) not in (tmp_path / "run" / "nodes.json").read_text()
@@ -259,3 +262,29 @@ def test_a_store_of_ray_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -
         ran = subprocess.run(program, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ran.stdout.startswith("Ray's object store on this machine is full"), ran.stdout + ran.stderr
     assert "120.0 MB have no room. Make room" in ran.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_with_nodes_learns_and_is_evaluated_though_one_is_killed(tmp_path: Path) -> None:
+    """Evaluations are claimed by nodes as well, each at one version."""
+    run_dir = tmp_path / "worker"
+    options = ("-n", "1", "--ray", "local", "--nodes", "3", "--workers-per-node", "1", "--eval-every", "25")
+    with command("train", str(RECIPE), *options, cwd=tmp_path) as run:
+        run.wait_until(lambda: len(having(run, "ray::FarNode")) == 2 and groups_of(run_dir) > 400, "groups of nodes")
+        raylet = having(run, "ray::FarNode")[0].parent()
+        assert raylet is not None and raylet.name() == "raylet"
+        raylet.kill()
+        assert run.wait() == 0, run.output
+    report = audit(run_dir)
+    assert report.anomalies == [] and report.duplicates == 0, report
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert all(line["failed"] == {} for line in lines)
+    assert lines[-1]["figures"]["pass@1"]["value"] >= 0.9, lines[-1]["figures"]
+
+
+@pytest.mark.slow
+def test_several_tasks_and_a_critic_train_with_a_node(tmp_path: Path) -> None:
+    setup = ROOT / "examples" / "tasks" / "my_trainer.py"
+    finish(tmp_path, "-n", "1", *LOCAL, "2", "--steps", "4", "--run-dir", "run", setup=setup)
+    report = audit(tmp_path / "run")
+    assert report.anomalies == [] and report.duplicates == 0, report

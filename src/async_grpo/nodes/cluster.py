@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from ipaddress import ip_address
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from async_grpo.errors import PeerDiedError, UsageError
-from async_grpo.formatting import size
+from async_grpo.formatting import counted, size
 from async_grpo.nodes.node import FarNode
 from async_grpo.nodes.sending import StoreFullError
 
@@ -38,6 +38,14 @@ class Machine(NamedTuple):
     address: str
     cpus: float
     gpus: int
+    free_cpus: float
+    free_gpus: int
+
+    @property
+    def free(self) -> str:
+        """`6 of 8 CPUs, 2 of 8 GPUs free`."""
+        gpus = f", {self.free_gpus} of {counted(self.gpus, 'GPU')}" if self.gpus else ""
+        return f"{self.free_cpus:g} of {counted(int(self.cpus), 'CPU')}{gpus} free"
 
 
 class RayNode:
@@ -111,8 +119,11 @@ class Cluster:
     def machines(self) -> list[Machine]:
         """The living machines but this one, by name."""
         here = self._ray.get_runtime_context().get_node_id()
+        from ray._private.state import available_resources_per_node  # Ray has no other way to see what is free
+
         others = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] != here]
-        return sorted(map(_machine, others), key=lambda machine: machine.name)
+        free = available_resources_per_node()
+        return sorted((_machine(node, free) for node in others), key=lambda machine: machine.name)
 
     def start(self, machine: Machine, *, workers: int, gpus: int) -> RayNode:
         """An actor with room for these workers, on this machine and no other. It may have to wait for the room."""
@@ -186,7 +197,16 @@ def head_answers(head: str) -> bool:
     return True
 
 
-def _machine(node: dict[str, Any]) -> Machine:
+def _machine(node: dict[str, Any], free: Mapping[str, Mapping[str, float]]) -> Machine:
     address, name, has = node["NodeManagerAddress"], node["NodeName"], node["Resources"]
     named = name if name and name != address else node["NodeManagerHostname"]
-    return Machine(node["NodeID"], named, address, float(has.get("CPU", 0)), int(has.get("GPU", 0)))
+    left = free.get(node["NodeID"], {})
+    return Machine(
+        node["NodeID"],
+        named,
+        address,
+        cpus=float(has.get("CPU", 0)),
+        gpus=int(has.get("GPU", 0)),
+        free_cpus=float(left.get("CPU", 0)),
+        free_gpus=int(left.get("GPU", 0)),
+    )

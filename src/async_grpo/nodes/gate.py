@@ -6,7 +6,6 @@ until it is lost; then it takes a machine again, the same or another. The launch
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -38,12 +37,13 @@ from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, writ
 LOOK_S = 0.2
 RECORD_EVERY_S = 1.0
 DEFAULT_WORKERS = 2  # of a node without GPUs
-START_S = 60.0  # for an actor that has room to answer
+START_S = 120.0  # for an actor that has room to answer, on a machine that may be busy
 BEGIN_S = 300.0  # for it to import what a worker does and to start them, on a machine that may be busy
 END_S = 10.0  # for the nodes to end
 AGAIN_S = 2.0  # between tries to find a machine; doubled
 MOST_DOUBLINGS = 4  # times where starts fail in a row
 LOST = "is lost to Ray as well"
+TAKEN = "its CPUs or GPUs are used by others"
 HEAD_EVERY_S = 5.0  # between looks for the head of Ray
 
 
@@ -166,18 +166,31 @@ class _Gate:
         """As many as were asked for. `UsageError` says what is there instead."""
         wanted = (self._launch.nodes or 2) - 1
         deadline = time.monotonic() + self._launch.node_wait
-        while len(machines := self._cluster.machines()) < wanted:
+        while True:
+            machines = self._cluster.machines()
+            usable = [machine for machine in machines if self._has_room(machine)]
+            if len(usable) >= wanted or self._is_over():
+                return usable
             if time.monotonic() > deadline:
-                there = ", ".join(f"{machine.name}: {_room_of(machine)}" for machine in machines) or "this one alone"
                 raise UsageError(
-                    f"{wanted + 1} nodes were asked for, {len(machines) + 1} are there after "
-                    f"{self._launch.node_wait:g} s (--node-wait): {there}. Start Ray on the others (`ray start "
-                    "--address=…`), or ask for fewer: --nodes."
+                    f"{wanted + 1} nodes were asked for, {len(usable) + 1} are there after "
+                    f"{self._launch.node_wait:g} s (--node-wait): "
+                    f"{', '.join(map(self._state_of, machines)) or 'this one alone'}. Start Ray on the others (`ray "
+                    "start --address=…`), or ask for fewer: --nodes."
                 )
-            if self._is_over():
-                return machines
             time.sleep(LOOK_S)
-        return machines
+
+    def _has_room(self, machine: Machine) -> bool:
+        """Whether its workers would start now: what others have taken of it is not counted on."""
+        workers, gpus = self._size_of(machine)
+        return machine.free_cpus >= CPUS_A_WORKER * workers and machine.free_gpus >= gpus
+
+    def _state_of(self, machine: Machine) -> str:
+        if self._has_room(machine):
+            return f"{machine.name}: {machine.free}"
+        workers, gpus = self._size_of(machine)
+        needs = f"{CPUS_A_WORKER * workers:g} CPUs" + (f" and {counted(gpus, 'GPU')}" if gpus else "")
+        return f"{machine.name}: {machine.free}, too little for {counted(workers, 'worker')} ({needs})"
 
     # The thread of one node
 
@@ -220,9 +233,13 @@ class _Gate:
         row = self._rows.get(number)
         if row is None or not row.gone or row.gone.startswith(LOST):
             return
-        if row.name not in {machine.name for machine in self._cluster.machines()}:
+        there = {machine.name: machine for machine in self._cluster.machines()}
+        if row.name not in there:
             row.gone = f"{LOST}. Start it there again: ray start --address={self._cluster.head}"
             logger.warning("{} {}", row.name, row.gone)
+        elif not row.gone.startswith(TAKEN) and time.monotonic() - row.gone_s > START_S:  # not by its last actor
+            row.gone = f"{TAKEN}: {self._state_of(there[row.name])}"
+            logger.warning("{} waits: {}", row.name, row.gone)
 
     def _lost(self, number: int, machine: Machine, error: AsyncGRPOError) -> None:
         self._has_joined.add(number)
@@ -234,8 +251,8 @@ class _Gate:
     def _serve(self, number: int, machine: Machine, node: RayNode, workers: int, gpus: int) -> None:
         began = time.monotonic()
         self._failed_starts[number] = self._failed_starts.get(number, -1) + 1
-        used = f"its CPUs, GPUs or memory may be used by others ({_room_of(machine)} in all)"
-        self._compare(machine, self._await(node.facts(), START_S + self._launch.node_wait, used))
+        used = f"its CPUs or GPUs may be used by others ({machine.free} before)"
+        self._compare(machine, self._await(node.facts(), START_S, used))
         busy = "the machine may be busy, or its disk slow"
         why = self._await(node.begin(self._order(number, workers, gpus)), BEGIN_S, busy)
         if why and number in self._has_joined:  # it may be a disk that is full for a while
@@ -292,7 +309,7 @@ class _Gate:
             free = [
                 machine
                 for machine in self._cluster.machines()
-                if machine.node_id not in self._taken.keys() | self._unusable
+                if machine.node_id not in self._taken.keys() | self._unusable and self._has_room(machine)
             ]
             if not free:
                 return None
@@ -365,8 +382,3 @@ def as_text(state: RunState) -> str:
     import json
 
     return json.dumps(as_json(state))
-
-
-def _room_of(machine: Machine) -> str:
-    gpus = f", {counted(machine.gpus, 'GPU')}" if machine.gpus else ""
-    return f"{counted(math.floor(machine.cpus), 'CPU')}{gpus}"

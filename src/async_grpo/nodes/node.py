@@ -53,11 +53,12 @@ if TYPE_CHECKING:
     from async_grpo_ipc.delta.buffers import Bytes
 
 POLL_S = 1.0  # how long an exchange waits for something to say
-LOOK_S = 0.05
+LOOK_S = 0.5
+SCORED_LOOK_S = 0.05  # between looks at what the workers do, while an exchange waits
 KEEP_DONE = 64  # groups that a node's archive keeps
 MOST_LOG_LINES = 200  # an exchange
 END_S = 8.0  # for the workers to leave a run that has ended
-PACKAGES = ("async-grpo", "torch", "transformers", "trl", "vllm")
+PACKAGES = ("async-grpo", "ray", "torch", "transformers", "trl", "vllm")
 
 
 class SentJob(NamedTuple):
@@ -140,7 +141,7 @@ class _RunHere:
         self._answer = Exchanged()
         self._held: deque[tuple[SentJob, Job]] = deque()  # until their weights are here
         self._turn = 0
-        self._scored = self._said_scored = 0
+        self._said_scored = 0
         self._ready: set[tuple[str, int]] = set()  # name and pid of each worker
         self._ended = threading.Event()
         children = [
@@ -169,9 +170,10 @@ class _RunHere:
             self._turn = turn = self._turn + 1
             self._changed.notify_all()
             began = time.monotonic()
-            self._changed.wait_for(lambda: self._has_news() or self._turn != turn, POLL_S)
+            while not self._has_news() and self._turn == turn and time.monotonic() < began + POLL_S:
+                self._changed.wait(min(SCORED_LOOK_S, POLL_S))
             answer, self._answer = self._answer, Exchanged()
-            answer.scored = self._said_scored = self._scored
+            answer.scored = self._said_scored = self._groups_scored()
         answer.waited_s = time.monotonic() - began
         answer.workers = self._ready_workers()
         answer.version = self._weights.published
@@ -224,16 +226,10 @@ class _RunHere:
             except (AsyncGRPOError, OSError) as error:
                 self._tell(gave_up=reason_of(error))
                 return
-            scored = self._groups_scored()
             with self._changed:
                 self._answer.groups += groups
                 self._answer.failures += failures
-                self._scored = scored
                 self._changed.notify_all()
-
-    def _groups_scored(self) -> int:
-        records = (read_activity(activity_file(self._run.root, name)) for name, _ in list(self._ready))
-        return sum(job.phase == SCORING for record in records if record is not None for job in record.jobs)
 
     def _finished_groups(self) -> list[tuple[int, bytes]]:
         found = []
@@ -250,8 +246,14 @@ class _RunHere:
 
     def _has_news(self) -> bool:
         now = self._answer
-        has_room = self._scored > self._said_scored  # for other jobs
-        return bool(now.groups or now.failures or now.refused or now.gave_up or has_room or self._ended.is_set())
+        if now.groups or now.failures or now.refused or now.gave_up or self._ended.is_set():
+            return True
+        return self._groups_scored() > self._said_scored  # there is room for other jobs
+
+    def _groups_scored(self) -> int:
+        """How many groups get their rewards, as workers say once they have nothing left to sample."""
+        records = (read_activity(activity_file(self._run.root, name)) for name, _ in list(self._ready))
+        return sum(job.phase == SCORING for record in records if record is not None for job in record.jobs)
 
     def _tell(self, *, refused: str = "", gave_up: str = "") -> None:
         with self._changed:

@@ -136,7 +136,7 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
     """Memory, disk and time by kind of stage, measured where an experiment of this outputs folder had such stages."""
     from async_grpo_experiments.runner import experiment
     from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
-    from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, batch_of
+    from async_grpo_experiments.runner.peaks import MARGIN, MemoryPeaks, StageSeconds, batch_of
     from async_grpo_experiments.runner.run import MEMORY, SECONDS
 
     try:
@@ -158,7 +158,7 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
         took = for_people(seconds[kind]) if kind in seconds else "unknown"
         name = f"{job.algo or 'reference'} {stages[0].kind}, {job.family}"
         rows.append([name, str(len(stages)), memory, "unknown" if answer is None else size(answer.disk), took])
-        if answer is not None and (needed := measured or answer.needed) > room > 0:
+        if answer is not None and (needed := measured or int(answer.needed * MARGIN)) > room > 0:
             too_large.append(_too_large(name, batch_of(stages[0], config).name, needed, room, answer))
     options.print_table("each stage", ["kind", "stages", "memory", "disk", "time"], rows)
     for sentence in too_large:

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import DiskFullError, UsageError
-from async_grpo.formatting import size
+from async_grpo.errors import BadFileError, DiskFullError, UsageError
+from async_grpo.formatting import counted, size
 from async_grpo.launch.child_log import last_line
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.shape import as_json, shaped
@@ -76,7 +76,10 @@ def ask_forecast(config: ExperimentConfig) -> dict[str, StageForecast]:
         raise UsageError(f"models and datasets were not read within {FORECAST_S:g} s") from None
     if found.returncode:
         raise UsageError(last_line(found.stderr).removeprefix("error: "))
-    return shaped(dict[str, StageForecast], json.loads(last_line(found.stdout)), "the forecast")
+    try:
+        return shaped(dict[str, StageForecast], json.loads(last_line(found.stdout)), "the forecast")
+    except (BadFileError, ValueError) as error:
+        raise UsageError(f"the forecast cannot be read: {error}") from error
 
 
 def run_experiment(
@@ -142,21 +145,33 @@ def _estimate(
     places: Sequence[Place],
     say: Callable[[str], None],
 ) -> None:
-    """Estimate what stages need whose kind has not run yet, where they can share a GPU."""
+    """Estimate what stages need whose kind has not run yet, where they can share a GPU.
+
+    Raises:
+        UsageError: one needs more than any GPU has.
+    """
     largest = _largest(places)
     new = {kind: stage for stage in todo if (kind := kind_of(stage, config)) not in memory}
-    if not largest or not new:
+    if not largest or not new or config.system.gpus_per_job > 1:
         return
+    say(f"estimating the memory of {counted(len(new), 'kind')} of stages that have not run here yet")
     try:
         answers = ask_forecast(config)
     except UsageError as error:
         say(f"memory is unknown before a stage of each kind has run alone: {error}")
         return
     memory.estimates = {kind: answers[kind].needed for kind in new}
+    found = [taken.total for place in places if (taken := gpu_driver.memory(place.gpus)) is not None]
     for kind, stage in new.items():
-        if memory.estimates[kind] > largest:
+        if found and memory.estimates[kind] > max(found):
+            raise UsageError(
+                f"{stage.name} needs about {size(memory.estimates[kind])}, and the largest GPU has {size(max(found))}. "
+                "--dry-run says which batch fits."
+            )
+        needed = memory.needed(stage, config)
+        if needed is not None and needed > largest:
             say(
-                f"{stage.name} needs about {size(memory.estimates[kind])}, and the largest place has {size(largest)}: "
+                f"{stage.name} needs about {size(needed)}, and the largest place has {size(largest)}: "
                 "stages like it run alone. --dry-run says which batch fits."
             )
 

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from async_grpo.checks.plan.describe import parameters_of, shape_of
 from async_grpo.checks.plan.memory import kv_bytes_a_token, pass_bytes, trained_bytes
@@ -21,7 +21,7 @@ from async_grpo.formatting import one_line
 from async_grpo_experiments.reward_models import prompt_ids
 from async_grpo_experiments.runner.config import GUIDED, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, graph_of, kind_of
-from async_grpo_experiments.runner.peaks import BatchMemory, StageForecast, batch_of
+from async_grpo_experiments.runner.peaks import BatchMemory, StageForecast, smaller_batches
 from async_grpo_experiments.runner.stage_settings import problems_of, settings_of
 
 PROMPTS_MEASURED = 64
@@ -49,10 +49,15 @@ class _Family:
     def forecast(self, stage: Stage) -> StageForecast:
         algo, config = stage.job.algo, self._config
         if stage.kind == "train":
-            by_batch = [BatchMemory(rows, self._training(algo, rows)) for rows in _halves(batch_of(stage, config).rows)]
+            by_batch = [BatchMemory(rows, self._training(algo, rows)) for rows in smaller_batches(stage, config)]
             return StageForecast(memory=by_batch, disk=2 * self._left(algo))
         guided = algo in GUIDED and (stage.kind == "evaluate" or stage.job.round > 1)
-        by_batch = [BatchMemory(rows, self._sampling(guided, rows)) for rows in _halves(batch_of(stage, config).rows)]
+        beside = self._judge if stage.kind == "evaluate" else 0
+        later = self._judge if stage.kind == "generate" else self._comparison(algo)  # when the workers have ended
+        by_batch = [
+            BatchMemory(rows, max(beside + self._sampling(guided, rows), later))
+            for rows in smaller_batches(stage, config)
+        ]
         samples = 0 if stage.kind == "evaluate" else 2 * 4 * self._sampled(algo) * self._tokens  # and rows of them
         return StageForecast(memory=by_batch, disk=samples)
 
@@ -61,6 +66,14 @@ class _Family:
         cache = 0 if shape is None else rows * self._tokens * kv_bytes_a_token(shape)
         return _SAMPLING * _weights(self._reference) + cache + (_weights(self._value) if guided else 0)
 
+    def _comparison(self, algo: str) -> int:
+        """Two policies and the logits of one problem's completions, where the trained one is compared."""
+        shape = shape_of(self._trained)
+        if not algo or algo in GUIDED or shape is None:
+            return 0
+        rows = self._config.evaluation.num_samples
+        return 2 * _weights(self._trained) + _LOGITS * 4 * rows * self._tokens * shape.vocabulary
+
     def _training(self, algo: str, rows: int) -> int:
         """A head alone; or a policy, and the reference beside it."""
         config, is_head = self._config, algo in GUIDED
@@ -68,6 +81,7 @@ class _Family:
         shape = shape_of(model)
         held = trained_bytes(parameters_of(model), _OPTIMIZER)
         held += 0 if is_head else _weights(model) * (3 if algo.startswith("GRPO") else 1)  # it publishes two versions
+        held += self._judge if algo == "GRPO" else 0
         if shape is None:
             return held
         logits = 0 if is_head else _LOGITS * 4 * rows * config.generation.max_new_tokens * shape.vocabulary
@@ -84,6 +98,14 @@ class _Family:
         settings = settings_of(self._config, algo, self._name, seed=0)
         each = getattr(settings, "samples_per_example", getattr(settings, "samples_per_prompt", 1))
         return self._problems * (1 + 2 * int(each))
+
+    @cached_property
+    def _judge(self) -> int:
+        """The largest reward model of the datasets, in float32; 0: there is none."""
+        names = {keys.reward_model for keys in self._config.datasets.values() if keys.reward_model is not None}
+        return max(
+            (_weights(_built(name, torch.float32, AutoModelForSequenceClassification)) for name in names), default=0
+        )
 
     @cached_property
     def _reference(self) -> Any:
@@ -113,26 +135,20 @@ class _Family:
         return max(_lengths(self._sets, tokenizer)) + self._config.generation.max_new_tokens
 
 
-def _halves(batch: int) -> Iterator[int]:
-    while batch:
-        yield batch
-        batch //= 2
-
-
 def _lengths(sets: list[Any], tokenizer: Any) -> Iterator[int]:
     for problems in sets:
         for row in islice(problems.rows, PROMPTS_MEASURED):
             yield len(prompt_ids(tokenizer, row["prompt"]))
 
 
-def _built(name: str, dtype: torch.dtype | None) -> Any:
+def _built(name: str, dtype: torch.dtype | None, kind: Any = AutoModelForCausalLM) -> Any:
     """The model, without weights; None: in the type of its configuration, as it is loaded to sample."""
     try:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {one_line(str(error))}") from error
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        return kind.from_config(config, dtype=dtype or config.dtype or torch.float32)
 
 
 def _weights(model: Any) -> int:

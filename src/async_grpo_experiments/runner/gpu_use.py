@@ -20,7 +20,7 @@ class StageUse:
 
     Attributes:
         percents: utilisation of its GPUs at each sample.
-        peak_bytes: the most that was taken of its GPUs besides what others had before; 0: it shared them.
+        peak_bytes: the most that was taken of one of its GPUs besides what others had before; 0: it shared them.
         most: what was taken of each GPU at most, also by others.
     """
 
@@ -47,7 +47,7 @@ class GpuUse:
         self._gpus = {place.name: place.gpus for place in places if place.gpus}
         self._now, self._next = now, 0.0
         self._uses: dict[str, StageUse] = {}  # by the stage's name
-        self._before: dict[str, int] = {}  # bytes that others had when it was alone there first
+        self._before: dict[str, dict[str, int]] = {}  # bytes that others had of each GPU when it was alone there first
 
     def __bool__(self) -> bool:
         return bool(self._gpus)
@@ -65,14 +65,15 @@ class GpuUse:
             use, gpus = self._uses.setdefault(stage, StageUse()), self.gpus_of(place)
             if (percent := gpu_driver.mean_percent(gpus)) is not None:
                 use.percents.append(percent)
-            for gpu in gpus:
-                if (taken := gpu_driver.memory([gpu])) is not None:
-                    use.most[gpu] = max(use.most.get(gpu, taken), taken)
-            found = gpu_driver.memory(gpus)
-            if found is None or any(other == place for name, other in running.items() if name != stage):
-                use.peak_bytes, self._before[stage] = 0, -1
-            elif (before := self._before.setdefault(stage, found.used)) >= 0:
-                use.peak_bytes = max(use.peak_bytes, found.used - before)
+            found = {gpu: taken for gpu in gpus if (taken := gpu_driver.memory([gpu])) is not None}
+            for gpu, taken in found.items():
+                use.most[gpu] = max(use.most.get(gpu, taken), taken)
+            if any({*self.gpus_of(other)} & {*gpus} for name, other in running.items() if name != stage):
+                use.peak_bytes, self._before[stage] = 0, {}
+                continue
+            before = self._before.setdefault(stage, {gpu: taken.used for gpu, taken in found.items()})
+            more = [taken.used - before[gpu] for gpu, taken in found.items() if gpu in before]
+            use.peak_bytes = max([use.peak_bytes, *more])
 
     def take(self, stage: str) -> StageUse:
         """What was seen of a stage that has ended."""

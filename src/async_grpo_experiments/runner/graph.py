@@ -121,10 +121,13 @@ def around(graph: Mapping[str, Stage], job: str) -> dict[str, Stage]:
 
 
 def kind_of(stage: Stage, config: ExperimentConfig) -> str:
-    """What stages of the same needs have in common: algorithm, stage, model and batch."""
-    keys = config.algos.get(stage.job.algo, {})
+    """What stages of the same needs have in common: algorithm, stage, models, batch and longest completion."""
+    keys, family = config.algos.get(stage.job.algo, {}), config.models[stage.job.family]
+    models = family.ref if family.value is None else f"{family.ref}+{family.value}"
     batch = f"{keys.get('batch_size')}/{config.training.micro_batch_size}/{config.generation.batch_size}"
-    return f"{stage.job.algo or 'reference'} {stage.kind} {config.models[stage.job.family].ref} {batch}"
+    checkpointed = " checkpointed" if config.training.gradient_checkpointing else ""
+    tokens = f"{config.generation.max_new_tokens} tokens{checkpointed}"
+    return f"{stage.job.algo or 'reference'} {stage.kind} {models} {batch} {tokens}"
 
 
 def keys_of(config: ExperimentConfig, stage: Stage) -> dict[str, Any]:

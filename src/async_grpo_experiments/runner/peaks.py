@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,6 +56,20 @@ class BatchKey(NamedTuple):
 
     name: str
     rows: int
+
+
+def smaller_batches(stage: Stage, config: ExperimentConfig) -> Iterator[int]:
+    """The batch of a stage, and halves of it that the configuration may have."""
+    rows, whole = batch_of(stage, config).rows, batch_size_of(stage, config)
+    while rows:
+        if stage.kind != "train" or whole % (rows * config.system.gpus_per_job) == 0:
+            yield rows
+        rows //= 2
+
+
+def batch_size_of(stage: Stage, config: ExperimentConfig) -> int:
+    """The rows of one step of a training."""
+    return int(config.algos.get(stage.job.algo, {}).get("batch_size", DEFAULT_BATCH))
 
 
 def batch_of(stage: Stage, config: ExperimentConfig) -> BatchKey:
@@ -123,11 +138,9 @@ def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:
     found = []
     if stage.kind == "train":
         each = training.micro_batch_size * config.system.gpus_per_job
-        half = int(config.algos[algo].get("batch_size", DEFAULT_BATCH)) // 2 // each * each
+        half = batch_size_of(stage, config) // 2 // each * each
         found += [f"algos.{algo}.batch_size={half}"] if half else []
-        found += (
-            [f"training.micro_batch_size={training.micro_batch_size // 2}"] if training.micro_batch_size > 1 else []
-        )
+        found += [f"training.micro_batch_size={rows}" for rows in islice(smaller_batches(stage, config), 1, 2)]
         found += [] if training.gradient_checkpointing else ["training.gradient_checkpointing=true"]
     elif config.generation.batch_size > 1:
         found.append(f"generation.batch_size={config.generation.batch_size // 2}")

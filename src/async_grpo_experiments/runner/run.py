@@ -157,6 +157,7 @@ class ExperimentRun:
             command=begin,
             needs=stage.needs,
             need=self._need(stage),
+            need_now=partial(self._need, stage),
             priority=priority,
             deadline_s=_limit(config.scheduling.deadline_s),
             silence_s=_limit(config.scheduling.silence_s),

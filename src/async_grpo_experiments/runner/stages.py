@@ -50,7 +50,7 @@ from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
 from async_grpo_experiments.slots.starter import held_by_us
 
 ROWS, SAMPLES = "rows.arrow", "samples"
-_LOG_TAIL_BYTES = 1_000_000
+_LAST_WORDS_BYTES = 10_000  # of a process that has ended
 _LEAVES = ("head", "model", "proxy")  # folders that a training may leave
 SETUP_FILE = '''"""The setup file of one stage."""
 
@@ -278,10 +278,10 @@ class _LogsOfRun:
         self._before = {log: log.stat().st_size for log in run.glob("log_*.txt")}
 
     def say_out_of_memory(self) -> bool:
-        """Whether a process says so, in the last MB that it has written."""
+        """Whether a process has ended with it: it is in the last that it wrote."""
         for log in self._run.glob("log_*.txt"):
             new = log.stat().st_size - self._before.get(log, 0)
-            if new > 0 and b"OutOfMemoryError" in read_end(log, min(new, _LOG_TAIL_BYTES))[0]:
+            if new > 0 and b"OutOfMemoryError" in read_end(log, min(new, _LAST_WORDS_BYTES))[0]:
                 return True
         return False
 

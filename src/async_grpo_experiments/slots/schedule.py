@@ -34,6 +34,7 @@ from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.starter import LOST, LocalStarter, OpenStarter, PlacedChild
 
 OUT_OF_MEMORY = 77  # exit code of a task that says so of itself
+LOOK_AT_MOST_S = 10.0  # of silence, between two looks at a log
 PATIENCE = 10  # starts of others; a task that has waited for more is not overtaken any more
 A_PLACE = Need()
 ROOM_WAIT_S = 10.0  # between two tries to start a task on a full disk
@@ -56,9 +57,10 @@ class Task:
     Attributes:
         needs: names of tasks that must have finished before.
         need: what it takes of the places.
+        need_now: says it anew at each look, where others that run may teach it.
         priority: higher ones start first, among those that can.
         deadline_s: it is killed, and has failed, after so long.
-        silence_s: it is killed, and has failed, when its log has said nothing for so long, from its first words on.
+        silence_s: it is killed, and has failed, when its log has said nothing for so long.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Task:
     reason: Callable[[], str] = lambda: ""  # why it failed, as it has written itself; empty: it has not
     needs: tuple[str, ...] = ()
     need: Need = A_PLACE
+    need_now: Callable[[], Need] | None = None
     priority: float = 0.0
     deadline_s: float = math.inf
     silence_s: float = math.inf
@@ -154,16 +157,17 @@ class TaskSchedule:
     def _start_some(self) -> None:
         while time.monotonic() >= self._next_start and (found := self._next()) is not None:
             task, place = found
-            self._waiting.remove(task)
+            self._waiting = [other for other in self._waiting if other.name != task.name]
             self._start(task, place)
 
     def _next(self) -> tuple[Task, Place] | None:
         """The first task that can start, with its place. Those that it overtakes are counted."""
         passed: list[str] = []
         ready = list(self._in_turn())
-        needs = [task.need for task in ready]
-        for task in ready:
-            if (place := self._packing.take(task.name, self._packing.spread(task.need, needs))) is not None:
+        needs = [task.need if task.need_now is None else task.need_now() for task in ready]
+        for task, need in zip(ready, needs, strict=True):
+            if (place := self._packing.take(task.name, self._packing.spread(need, needs))) is not None:
+                task = replace(task, need=need)  # what it got
                 for name in passed:
                     self._overtaken[name] += 1
                 return task, place
@@ -220,7 +224,7 @@ class TaskSchedule:
         out_of_memory = ended.code == OUT_OF_MEMORY or (ended.code != 0 and (task.ran_out() or running.lacked(ended)))
         state, why = self._verdict(running, ended, words, out_of_memory=out_of_memory)
         before = self._ledger.records[task.name]
-        lost = before.lost + (ended.code == LOST)
+        lost = before.lost + (ended.code == LOST and not running.health.passed)
         seconds, peak = round(before.seconds + took, 3), max(before.peak_bytes, task.peak_bytes())
         said = words if state == FAILED else ""
         self._ledger.change(
@@ -235,8 +239,9 @@ class TaskSchedule:
         )
         self._say(f"{task.name} {state} after {took:.0f} s{f': {why}' if why else ''}")
         if state == WAITING:
-            need = replace(task.need, bytes=None) if out_of_memory else task.need
-            self._waiting.insert(0, replace(task, need=need))
+            if out_of_memory:
+                task = replace(task, need=replace(task.need, bytes=None), need_now=None)
+            self._waiting.insert(0, task)
         if state == FAILED:
             self._block(task.name)
 
@@ -301,13 +306,14 @@ def _child(task: Task, place: Place, command: Command, health: _TaskHealth) -> P
 class _TaskHealth:
     """The health of a task: how long it may take, and how long its log may say nothing.
 
-    A job of a cluster waits in a queue before its first words, and what it wrote in an earlier attempt is older.
+    Silence is counted in looks: a runner that was itself stopped for a while has not heard anything either, and nobody
+    looks at a job that waits in a cluster's queue.
     """
 
     def __init__(self, task: Task, log: Path) -> None:
         self._task, self._log = task, log
-        self._began = time.monotonic()
-        self._bytes, self._heard = _bytes_of(log), math.inf
+        self._began = self._looked = time.monotonic()
+        self._bytes, self._silent_s = _bytes_of(log), 0.0
         self.passed = ""  # which limit it has passed
 
     def progress(self) -> object:
@@ -315,11 +321,11 @@ class _TaskHealth:
 
     def hang(self, pid: int) -> str:
         now, found = time.monotonic(), _bytes_of(self._log)
-        if found != self._bytes:
-            self._bytes, self._heard = found, now
+        self._silent_s = self._silent_s + min(now - self._looked, LOOK_AT_MOST_S) if found == self._bytes else 0.0
+        self._looked, self._bytes = now, found
         if now - self._began > self._task.deadline_s:
             self.passed = f"it has taken {self._task.deadline_s:g} s, its deadline"
-        elif now - self._heard > self._task.silence_s:
+        elif self._silent_s > self._task.silence_s:
             self.passed = f"its log has said nothing for {self._task.silence_s:g} s"
         return self.passed
 
@@ -327,7 +333,7 @@ class _TaskHealth:
 def _bytes_of(log: Path) -> int:
     try:
         return log.stat().st_size
-    except FileNotFoundError:
+    except OSError:  # it is not there yet, or its file system is gone for a while
         return 0
 
 

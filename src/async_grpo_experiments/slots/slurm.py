@@ -106,6 +106,7 @@ class SlurmStarter:
         self._jobs: dict[str, Any] = {}  # by the child's name, submitit's
         self._code_files: dict[str, Path] = {}
         self._health: dict[str, Health] = {}
+        self._hanging: set[str] = set()
         self._stopping = False
         self._next_ask = 0.0  # monotonic
         self.exits: dict[str, Exit] = {}
@@ -149,6 +150,7 @@ class SlurmStarter:
     def forget(self, name: str) -> None:
         del self.exits[name], self._jobs[name], self._code_files[name]
         self._health.pop(name, None)
+        self._hanging.discard(name)
 
     def stop(self) -> None:
         self._stopping = True
@@ -168,10 +170,13 @@ class SlurmStarter:
         return self.exits
 
     def _end_hanging(self, name: str) -> None:
-        if name in self._health and (why := self._health[name].hang(0)):
-            self._say(f"cancelling {name}: {why}")
-            self._jobs[name].cancel(check=False)
-            del self._health[name]
+        if name not in self._health or self._jobs[name].state != "RUNNING":
+            return
+        if why := self._health[name].hang(0):
+            if name not in self._hanging:
+                self._say(f"cancelling {name}: {why}")
+            self._hanging.add(name)
+            self._jobs[name].cancel(check=False)  # again at the next look, if SLURM did not take it
 
     def _has_ended(self, name: str) -> bool:
         ended = self._jobs[name].done()

@@ -55,11 +55,15 @@ class FakeCluster:
 
     def __init__(self, *names: str, gpus: int = 0) -> None:
         self.names, self.gpus, self.head = list(names), gpus, "gpu1:6379"
+        self.free_gpus = dict.fromkeys(names, gpus)
         self.make: Callable[[str], FakeActor] = lambda name: FakeActor()
         self.started: list[str] = []
 
     def machines(self) -> list[Machine]:
-        return [Machine(name, name, "10.0.0.1", 8.0, self.gpus) for name in self.names]
+        return [
+            Machine(name, name, "10.0.0.1", 8.0, self.gpus, free_cpus=8.0, free_gpus=self.free_gpus[name])
+            for name in self.names
+        ]
 
     def start(self, machine: Machine, *, workers: int, gpus: int) -> FakeActor:
         self.started.append(machine.name)
@@ -140,8 +144,53 @@ def test_nodes_join_are_lost_and_join_again(run: RunDir, server: ServerQueue) ->
 
 def test_too_few_machines_are_named(run: RunDir) -> None:
     gate, _ = a_gate(run, FakeCluster("gpu2", gpus=4), nodes=4)
-    with pytest.raises(UsageError, match=r"4 nodes were asked for, 2 are there after 0\.2 s .*gpu2: 8 CPUs, 4 GPUs"):
+    with pytest.raises(
+        UsageError, match=r"4 nodes were asked for, 2 are there .*gpu2: 8 of 8 CPUs, 4 of 4 GPUs free\."
+    ):
         gate.run()
+
+
+def test_a_machine_whose_gpus_others_use_is_not_counted(run: RunDir) -> None:
+    cluster = FakeCluster("gpu2", "gpu3", gpus=8)
+    cluster.free_gpus["gpu3"] = 2
+    gate, _ = a_gate(run, cluster, nodes=3)
+    with pytest.raises(UsageError) as refusal:
+        gate.run()
+    said = str(refusal.value)
+    assert "3 nodes were asked for, 2 are there after 0.2 s (--node-wait): gpu2: 8 of 8 CPUs, 8 of 8 GPUs free" in said
+    assert "gpu3: 8 of 8 CPUs, 2 of 8 GPUs free, too little for 8 workers (6 CPUs and 8 GPUs)" in said
+
+
+def test_a_lost_machine_that_others_use_meanwhile_is_waited_for_and_said(
+    run: RunDir, server: ServerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "START_S", 0.0)
+    cluster, dying = FakeCluster("gpu2", gpus=1), FakeActor()
+    actors = [dying, FakeActor()]
+    cluster.make = lambda name: actors.pop(0)
+    gate, _ = a_gate(run, cluster, nodes=2)
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    until(server.workers, "the node")
+    cluster.free_gpus["gpu2"] = 0
+    lost: Future[dict[str, Any]] = Future()
+    lost.set_exception(RuntimeError("The actor died unexpectedly."))
+    dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
+
+    def said() -> bool:
+        record = read_nodes(run.nodes)
+        return bool(record and record.nodes) and record.nodes[0].gone.startswith(
+            "its CPUs or GPUs are used by others: gpu2: 8 of 8 CPUs, 0 of 1 GPU free, too little for 1 worker"
+        )
+
+    try:
+        until(said, "what it waits for")
+        assert cluster.started == ["gpu2"]
+        cluster.free_gpus["gpu2"] = 1
+        until(lambda: len(cluster.started) == 2, "the machine again")
+    finally:
+        run.update_state(state=FINISHED)
+        thread.join(30)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ class TestWithHydra:
         assert main(["experiment", *keys, "--outputs", ".", "--dry-run"]) == 0
         said = capsys.readouterr().out
         needs = "needs {}, and the largest place has 68.0 GB: set {}, which needs {}.\n"
-        assert needs.format("80.0 GB", "generation.batch_size=4", "40.0 GB") in said
+        assert needs.format("88.0 GB", "generation.batch_size=4", "44.0 GB") in said
         assert "PITA train, llama " + needs.format("220.0 GB", "training.micro_batch_size=2", "55.0 GB") in said
 
     def test_the_time_of_a_kind_is_that_of_its_last_stage(self, capsys: pytest.CaptureFixture[str]) -> None:

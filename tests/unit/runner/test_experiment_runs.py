@@ -101,6 +101,11 @@ def is_as(yard: ExperimentYard, untroubled: dict[str, dict[str, str]]) -> bool:
         ("kill", "train"),
         *(("kill-runner", kind) for kind in ("generate", "train", "evaluate")),
         ("kill-manifest", "train"),
+        *(
+            pytest.param(how, kind, marks=pytest.mark.slow)
+            for how in ("kill", "kill-manifest")
+            for kind in ("generate", "evaluate")
+        ),
     ],
 )
 def test_a_kill_at_a_boundary_costs_no_finished_stage_and_changes_nothing(

@@ -194,13 +194,21 @@ def test_a_line_a_minute_has_all_gpus(yard: ExperimentYard, driver: FakeDriver) 
     assert screen.line() == "1 FAILED | GPU 0 80%, 11.0 GB of 80.0 GB | GPU 1 81%, 12.0 GB of 80.0 GB"
 
 
-def test_a_kind_of_stage_that_no_place_has_room_for_runs_alone_and_is_said(
-    yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("needed", "is_refused"), [(75 * GB, False), (90 * GB, True)])
+def test_a_stage_that_no_place_has_room_for_runs_alone_and_is_refused_where_no_gpu_is_large_enough(
+    yard: ExperimentYard, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, needed: int, is_refused: bool
 ) -> None:
+    """The driver says 80 GB, of which others have 10."""
     config = checked(ONE_ROUND)
-    answer = StageForecast(memory=[BatchMemory(8, 90 * GB)], disk=0)
+    answer = StageForecast(memory=[BatchMemory(8, needed)], disk=0)
     answers = {kind_of(stage, config): answer for stage in graph_of(config).values()}
     monkeypatch.setattr(experiment, "ask_forecast", lambda config: answers)
-    assert yard.run(ONE_ROUND, places=[Place(name="gpu0", gpus=("0",), bytes=70 * GB)]) == 0
-    said = f"{TRAIN} needs about 90.0 GB, and the largest place has 70.0 GB: stages like it run alone."
+    places = [Place(name="gpu0", gpus=("0",), bytes=70 * GB)]
+    if is_refused:
+        with pytest.raises(UsageError, match=r"needs about 90\.0 GB, and the largest GPU has 80\.0 GB"):
+            yard.run(ONE_ROUND, places=places)
+        assert not yard.finished
+        return
+    assert yard.run(ONE_ROUND, places=places) == 0
+    said = f"{TRAIN} needs about 82.5 GB, and the largest place has 70.0 GB: stages like it run alone."
     assert said in (yard.root / "run.log").read_text()

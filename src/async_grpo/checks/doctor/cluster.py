@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.errors import PeerDiedError, UsageError
-from async_grpo.formatting import counted
 
 if TYPE_CHECKING:
     from async_grpo.nodes.cluster import Cluster, Machine
@@ -61,7 +60,7 @@ def _machine(found: Cluster, machine: Machine, here: dict[str, str]) -> Finding:
         return error(SUBJECT, f"{machine.name}: {failure}", "pip install 'async-grpo[ray]' there, as here.")
     finally:
         node.kill()
-    has = f"{machine.name} ({machine.address}): {counted(int(machine.cpus), 'CPU')}, {counted(machine.gpus, 'GPU')}"
+    has = f"{machine.name} ({machine.address}): {machine.free}"
     others = [name for name, version in facts["versions"].items() if version != here.get(name)]
     if others:
         named = ", ".join(f"{name} {facts['versions'][name] or '(not installed)'}" for name in others)
