@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import resource
@@ -36,7 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from benchmarks.table import Row, as_text, describe_machine, figure, machine_line, row, update_docs, write_json
+from benchmarks.table import (
+    Row,
+    as_text,
+    describe_machine,
+    figure,
+    machine_line,
+    row,
+    update_docs,
+    with_earlier,
+    write_json,
+)
 from transformers import LogitsProcessor, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from async_grpo.evals.estimators import mean_with_interval
@@ -636,8 +645,7 @@ def main() -> None:
                 print(as_text([one]), flush=True)
             print(f"    {name}: {time.monotonic() - began:.0f} s, {computed_s() - used:.0f} s of CPU", flush=True)
     if options.docs:
-        earlier = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-        rows = [*({one["name"]: Row(**one) for one in earlier} | {one.name: one for one in rows}).values()]
+        rows = with_earlier(options.json, rows)
         write_json(options.json, rows, load_before=load)
         busy = "; other work ran beside it" if load[0] >= len(os.sched_getaffinity(0)) else ""
         update_docs("guidance", f"Machine: {machine_line(describe_machine())}{busy}.\n\n{table(rows)}")

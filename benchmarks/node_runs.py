@@ -56,6 +56,7 @@ COMPARISONS = (  # what, setting, with nodes, without, whether the ratio is one 
 )
 HELD = 8  # jobs that the lost node has
 LOST_S = 60.0
+SETTLE_S = 5.0  # for Ray's agents to end, before equal work is timed
 
 
 def comparisons(rounds: int) -> Iterator[Row]:
@@ -67,6 +68,7 @@ def comparisons(rounds: int) -> Iterator[Row]:
             for side in (far, near) if repeat % 2 else (near, far):
                 with tempfile.TemporaryDirectory() as folder:
                     steps[side] = late_step_s(side, run_side(side, replace(setting, seed=repeat), Path(folder) / "run"))
+                time.sleep(SETTLE_S)
                 controls.append(control_s())
                 say(f"{name}: {side.name}: {steps[side]:.3f} s a step")
             ratios.append(steps[near] / steps[far] if is_speed else steps[far] / steps[near])

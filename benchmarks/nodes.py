@@ -1,8 +1,9 @@
 """Workers on other machines: what Ray and the gate cost, on a cluster of this machine.
 
-    .venv-ray/bin/python benchmarks/nodes.py [--rounds 5] [--json FILE] [--plot FILE] [--update-docs]
+    .venv-ray/bin/python benchmarks/nodes.py [--only way|runs] [--rounds 5] [--json FILE] [--plot FILE] [--update-docs]
 
-Stand-ins are actors that answer at once: a group a job, so that nothing but the way is measured. All raylets, the gate
+`way`, 3 minutes, and `runs`, 25; of what is not measured again, the rows of the JSON file are kept. Stand-ins are
+actors that answer at once: a group a job, so that nothing but the way is measured. All raylets, the gate
 and the server's side share the cores of this machine, so a figure is a lower bound of what machines of their own do.
 Whole runs with nodes and without take turns (`node_runs.py`), with products of matrices between them: where these took
 more than a tenth longer at one time than at another, the row says "not measurable here". The table of many nodes is a
@@ -12,6 +13,7 @@ formula of the costs measured here, and says which part is at its limit first.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -31,7 +33,17 @@ import torch
 from benchmarks.control import PAIRS
 from benchmarks.node_runs import comparisons, memory_of_ray, pending_again_s
 from benchmarks.queue_cycles import RUN, make_group, make_job
-from benchmarks.table import Row, as_markdown, as_text, describe_machine, machine_line, row, update_docs, write_json
+from benchmarks.table import (
+    Row,
+    as_markdown,
+    as_text,
+    describe_machine,
+    machine_line,
+    row,
+    update_docs,
+    with_earlier,
+    write_json,
+)
 
 from async_grpo.nodes.cluster import EXCHANGE, LOCAL_ADDRESS, LOCAL_STORE_BYTES, WEIGHTS, Cluster, Machine, RayNode
 from async_grpo.nodes.receiving import ReceivedWeights
@@ -48,6 +60,7 @@ from async_grpo_ipc.delta import encode
 from async_grpo_ipc.delta.file import pack
 from async_grpo_ipc.delta.tensors import as_buffer
 
+RESULTS = Path(__file__).with_name("results") / "nodes.json"
 GROUPS = 1500
 TOKENS = 60  # of each of 16 completions: a file of some 8 KiB
 WHOLE_BYTES = 64 * 2**20
@@ -55,6 +68,7 @@ WARM_UP = 4  # versions that touch the memory of all slots, there and here, for 
 VERSIONS_A_ROUND = 4
 ELSEWHERE = -1  # a version from which no difference leads
 WEIGHTS_OF_A_DELTA = 20_000_000
+ENCODED = 3  # times; the fastest counts, as of the bytes of the way
 MODELS = {"1 B": 1e9, "32 B": 32e9}
 NODES = (1, 3, 10, 30, 100, 300, 1000)
 BYTES_A_WEIGHT = 2
@@ -224,9 +238,12 @@ def delta_ratio(rate: float) -> tuple[float, float]:
     master = torch.randn(WEIGHTS_OF_A_DELTA, generator=generator) * 0.02
     moved = master - rate * torch.randn(WEIGHTS_OF_A_DELTA, generator=generator).sign()
     before, after = ({"w": as_buffer(weights.to(torch.bfloat16))} for weights in (master, moved))
-    began = time.perf_counter()
-    nbytes = sum(map(len, pack(encode(before, after), {})))
-    return after["w"].nbytes / nbytes, time.perf_counter() - began
+    taken = []
+    for _ in range(ENCODED):
+        began = time.perf_counter()
+        nbytes = sum(map(len, pack(encode(before, after), {})))
+        taken.append(time.perf_counter() - began)
+    return after["w"].nbytes / nbytes, min(taken)
 
 
 def pending_again_ms(folder: Path) -> float:
@@ -245,7 +262,7 @@ def pending_again_ms(folder: Path) -> float:
             return 1000 * (time.perf_counter() - began)
 
 
-def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
+def way(rounds: int) -> tuple[list[Row], dict[str, float]]:
     rows: list[Row] = []
     here = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([here, path_to_us(os.environ)])  # for the actors
@@ -275,8 +292,6 @@ def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
         rows.append(row("groups of a frozen node: pending again after", frozen, "s", target="<= 12"))
     gate = [pending_again_ms(Path(tempfile.gettempdir())) for _ in range(rounds)]
     rows.append(row("groups of a killed gate: pending again after", gate, "ms", target="<= 200"))
-    print(as_text(rows), flush=True)  # the whole runs take half an hour more
-    rows += comparisons(rounds)
     encode_s = 0.0
     for rate, target in ((1e-6, ">= 30"), (1e-5, ">= 8")):
         ratio, encode_s = delta_ratio(rate)
@@ -337,15 +352,22 @@ def plot(costs: dict[str, float], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("way", "runs"))
     parser.add_argument("--rounds", type=int, default=PAIRS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, help="draw the table of many nodes")
     parser.add_argument("--update-docs", action="store_true", help="write the tables into docs/nodes.md")
     args = parser.parse_args()
-    rows, costs = measure(args.rounds)
-    print(as_text(rows), f"\n{many_nodes(costs)}", sep="\n")
-    if args.json is not None:
-        write_json(args.json, rows, costs=costs)
+    measured: list[Row] = []
+    costs = json.loads(args.json.read_text())["costs"] if args.json.exists() else {}
+    if args.only != "runs":
+        measured, costs = way(args.rounds)
+        print(as_text(measured), f"\n{many_nodes(costs)}", sep="\n", flush=True)
+    if args.only != "way":
+        measured += comparisons(args.rounds)
+    print(as_text(measured))
+    rows = with_earlier(args.json, measured)
+    write_json(args.json, rows, costs=costs)
     if args.plot is not None:
         plot(costs, args.plot)
     if args.update_docs:

@@ -129,6 +129,12 @@ def write_json(path: Path, rows: Iterable[Row], **more: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def with_earlier(path: Path, rows: Iterable[Row]) -> list[Row]:
+    """Rows of an earlier run in this file, with those that were measured anew in their places, or behind them."""
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [*({one["name"]: Row(**one) for one in earlier} | {one.name: one for one in rows}).values()]
+
+
 def update_docs(name: str, text: str) -> list[Path]:
     """Put `text` between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, wherever docs/ has these marks."""
     block = re.compile(rf"(<!-- begin: {re.escape(name)} -->\n).*?(<!-- end: {re.escape(name)} -->)", re.DOTALL)
