@@ -223,9 +223,7 @@ def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
         with command("doctor", "--ray", address, cwd=tmp_path) as doctor:
             doctor.wait()
-        assert "node2 (127.0.0.2): 4 of 4 CPUs free; the same versions as here; a call takes" in " ".join(
-            doctor.output.split()
-        )
+        assert "): 4 of 4 CPUs free; the same versions as here; a call takes" in " ".join(doctor.output.split())
         options = ("--ray", address, "--node-wait", "2", "--eval-every", "0", "--steps", "4", "-n", "0")
         with command("train", str(SETUP), *options, "--nodes", "4", cwd=tmp_path) as short:
             assert short.wait() == 2

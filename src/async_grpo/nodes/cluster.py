@@ -24,7 +24,7 @@ LOCAL = "local"
 SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75
 LOCAL_ADDRESS = "127.0.0.2"  # of this machine alone; Ray replaces 127.0.0.1 by the address that others can reach
 LOCAL_STORE_BYTES = 256 * 2**20
-HEAD_S = 2.0  # for the head to take a connection
+CONNECTED_S = 2.0  # for a head or a raylet to take a connection
 CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
 EXCHANGE, WEIGHTS = "exchange", "weights"  # groups of threads of an actor
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
@@ -35,7 +35,7 @@ class Machine(NamedTuple):
 
     node_id: str
     name: str
-    address: str
+    address: str  # HOST:PORT of its raylet
     cpus: float
     gpus: int
     free_cpus: float
@@ -187,11 +187,11 @@ class Cluster:
         return str(self._local.address)
 
 
-def head_answers(head: str) -> bool:
-    """Whether the head takes connections. Ray's own calls would wait for it, for a minute."""
-    host, _, port = head.rpartition(":")
+def answers(address: str) -> bool:
+    """Whether a head or a raylet, HOST:PORT, takes connections. Ray itself sees for a minute or two that it does."""
+    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), HEAD_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECTED_S).close()
     except OSError:
         return False
     return True
@@ -204,7 +204,7 @@ def _machine(node: dict[str, Any], free: Mapping[str, Mapping[str, float]]) -> M
     return Machine(
         node["NodeID"],
         named,
-        address,
+        address=f"{address}:{node['NodeManagerPort']}",
         cpus=float(has.get("CPU", 0)),
         gpus=int(has.get("GPU", 0)),
         free_cpus=float(left.get("CPU", 0)),

@@ -21,7 +21,7 @@ from loguru import logger
 
 from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageError, reason_of
 from async_grpo.formatting import counted, for_people
-from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode, head_answers
+from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode, answers
 from async_grpo.nodes.node import facts
 from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused, words_of
 from async_grpo.nodes.sending import PublishedVersions
@@ -62,7 +62,7 @@ def run_gate(root: Path) -> None:
     assert launch.ray is not None, "the launcher starts it only then"
     workers = launch.workers_per_node or DEFAULT_WORKERS
     before = read_nodes(run.nodes)  # of a gate that died
-    if before is not None and launch.ray != LOCAL and not head_answers(before.head):
+    if before is not None and launch.ray != LOCAL and not answers(before.head):
         raise PeerDiedError(f"Ray is gone: its head, {before.head}, takes no connection.")
     with Cluster(launch.ray, nodes=launch.nodes or 1, cpus=workers * CPUS_A_WORKER, run_id=state.run_id) as cluster:
         stop.install().defer()  # Ray has put a handler of its own in the place of ours
@@ -137,7 +137,7 @@ class _Gate:
 
     def _look_for_the_head(self) -> None:
         """Say so when it is lost: Ray ends this process, but only after a minute, and says so only in the log."""
-        if (lost := not head_answers(self._cluster.head)) == self._head_is_lost:
+        if (lost := not answers(self._cluster.head)) == self._head_is_lost:
             return
         self._head_is_lost = lost
         if not lost:
@@ -168,7 +168,7 @@ class _Gate:
         deadline = time.monotonic() + self._launch.node_wait
         while True:
             machines = self._cluster.machines()
-            usable = [machine for machine in machines if self._has_room(machine)]
+            usable = [machine for machine in machines if self._has_room(machine) and answers(machine.address)]
             if len(usable) >= wanted or self._is_over():
                 return usable
             if time.monotonic() > deadline:
@@ -305,17 +305,17 @@ class _Gate:
             node.end(self._run.has_ended()).result(END_S)
 
     def _choose(self, number: int) -> Machine | None:
-        with self._mutex:
-            free = [
-                machine
-                for machine in self._cluster.machines()
-                if machine.node_id not in self._taken.keys() | self._unusable and self._has_room(machine)
-            ]
-            if not free:
-                return None
-            machine = free[0]
-            self._taken[machine.node_id] = number
-            return machine
+        """A machine that nobody has taken. One that was started anew may be in Ray's list twice for a while."""
+        for machine in self._cluster.machines():
+            if machine.node_id in self._taken.keys() | self._unusable:
+                continue
+            if not self._has_room(machine) or not answers(machine.address):
+                continue
+            with self._mutex:
+                if machine.node_id not in self._taken:
+                    self._taken[machine.node_id] = number
+                    return machine
+        return None
 
     def _size_of(self, machine: Machine) -> tuple[int, int]:
         """Workers and GPUs. One worker each, where there are GPUs."""

@@ -26,6 +26,7 @@ from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
 from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, write_nodes
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}
+RAYLET = "10.0.0.1:40000"
 FACTS = {"versions": VERSIONS, "cpu": "x86", "gpus": []}
 
 
@@ -61,7 +62,7 @@ class FakeCluster:
 
     def machines(self) -> list[Machine]:
         return [
-            Machine(name, name, "10.0.0.1", 8.0, self.gpus, free_cpus=8.0, free_gpus=self.free_gpus[name])
+            Machine(name, name, RAYLET, 8.0, self.gpus, free_cpus=8.0, free_gpus=self.free_gpus[name])
             for name in self.names
         ]
 
@@ -83,7 +84,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(gates, "facts", lambda: FACTS)
     monkeypatch.setattr(gates, "PublishedVersions", lambda handle, put: FakeVersions())
     monkeypatch.setattr(gates, "LOOK_S", 0.01)
-    monkeypatch.setattr(gates, "head_answers", lambda head: head == "gpu1:6379")
+    monkeypatch.setattr(gates, "answers", lambda address: address in ("gpu1:6379", RAYLET))
     monkeypatch.setattr(gates, "AGAIN_S", 0.05)
     return RunDir(tmp_path / "run")
 
@@ -292,3 +293,22 @@ def test_a_stop_ends_it_and_a_number_that_is_taken_is_waited_for(run: RunDir, se
     stop.requested = True
     thread.join(30)
     assert not thread.is_alive() and not server.workers()
+
+
+def test_a_machine_whose_raylet_takes_no_connection_is_not_taken(
+    run: RunDir, server: ServerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has gone down and come up again, and Ray has not seen yet that the one before is gone."""
+    cluster = FakeCluster("gpu2", "gpu2 again")
+    down = [machine._replace(address="10.0.0.1:1") for machine in cluster.machines()[:1]]
+    machines = [*down, *cluster.machines()[1:]]
+    monkeypatch.setattr(cluster, "machines", lambda: machines)
+    gate, _ = a_gate(run, cluster, nodes=2)
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    try:
+        until(lambda: server.workers(), "the node")
+        assert cluster.started == ["gpu2 again"]
+    finally:
+        run.update_state(state=FINISHED)
+        thread.join(30)
