@@ -4,8 +4,9 @@
 
 `queue`: 24 jobs in 12 lines of 2 rounds, whose stages are children that sleep 1 to 8 s, in 2 and in 8 places, against
 the larger of work / places and the longest path, plus .2 s for each start of a place; and the queue's own work.
-`generation`: `async-grpo generate` with two workers of one core each against one, in turns. `scoring`: a reward model
-of 4 M parameters on texts of 8 to 256 tokens, in batches of 32 against 2, in turns. No stage is trained.
+`generation`: `async-grpo generate` with two workers of one core each against one, in turns; where there are GPUs, with
+2, 4 and 8 of them against one. `scoring`: a reward model of 4 M parameters on texts of 8 to 256 tokens, in batches of
+32 against 2, in turns. No stage is trained.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PLACES = (2, 8)
 START_S = 0.2
 SETUP = Path(__file__).with_name("setups") / "generation.py"
 TEXTS = 192
+ON_GPUS = {2: ">= 1.8", 4: ">= 3.5", 8: ">= 6.5"}  # of the original's guide
 
 
 def graph(seed: int) -> dict[str, tuple[float, tuple[str, ...]]]:
@@ -97,29 +99,40 @@ def queue() -> Iterator[Row]:
 
 
 def generation() -> Iterator[Row]:
-    """Two workers of one core each against one, by the seconds from when all of them have answered once."""
+    """Workers of one core, or of one GPU, each against one, by the seconds from when all have answered once."""
+    import torch
     from benchmarks.setups.generation import PROBLEMS, SAMPLES, TOKENS
 
-    rates: dict[int, list[float]] = {1: [], 2: []}
-    controls = []
+    gpus, targets = torch.cuda.device_count(), {2: ">= 1.6"}
+    if gpus:
+        targets = {count: target for count, target in ON_GPUS.items() if count <= gpus}
+    rates: dict[int, list[float]] = {count: [] for count in (1, *targets)}
+    controls, each = [], "GPU" if gpus else "core"
     for _ in range(PAIRS):
         for workers, found in rates.items():
             controls.append(control_s())
             found.append(PROBLEMS * SAMPLES * TOKENS / generated(workers))
-    yield row("generate, one worker of one core", rates[1], "tokens/s")
-    times = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
-    yield row("generate, two such workers against one", times, "x", limit=2.0, target=">= 1.6", controls=controls)
+    yield row(f"generate, one worker of one {each}", rates[1], "tokens/s")
+    for count, target in targets.items():
+        times = [more / one for one, more in zip(rates[1], rates[count], strict=True)]
+        name = f"generate, {count} such workers against one"
+        yield row(name, times, "x", limit=float(count), target=target, controls=controls)
 
 
 def generated(workers: int) -> float:
     """Seconds of the timed part of one generation."""
+    import torch
+    from benchmarks.setups.generation import LETTERS, SHAPE
+
     from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
-        folder, tokenizer = Path(name), words_tokenizer("abcdefgh")
-        model = save(folder / "model", endless_transformer(tokenizer, width=256, layers=4), tokenizer)
+        folder, tokenizer = Path(name), words_tokenizer(LETTERS)
+        model = save(folder / "model", endless_transformer(tokenizer, **SHAPE), tokenizer)
         keys = {"GENERATION_WORKERS": str(workers), "GENERATION_SECONDS": str(folder / "seconds")}
-        command = ["generate", model, "--config", str(SETUP), "-n", str(workers), "--out", str(folder / "rows")]
+        command = ["generate", model, "--config", str(SETUP), "--out", str(folder / "rows")]
+        on_gpus = ["--worker-device-ids", ",".join(map(str, range(workers)))]
+        command += on_gpus if torch.cuda.is_available() else ["-n", str(workers)]
         subprocess.run(
             [sys.executable, "-m", "async_grpo.cli", *command, "--run-dir", str(folder / "run")],
             env={**os.environ, **keys, "OMP_NUM_THREADS": "1"},

@@ -62,6 +62,8 @@ TARGETS = (
     ),
 )
 ELSEWHERE = (
+    "| `generate` with 2, 4 and 8 GPUs against one | >= 1.8, 3.5, 6.5 | not run | "
+    "`benchmarks/experiments.py --only generation`, where there are several |",
     "| torn reads | 0 | | `tests/gpu/test_processes_cuda.py` asserts it |",
     "| vLLM in the worker against `LLM.generate` | >= 0.95 | | `benchmarks/generators.py`, where vLLM is installed |",
 )

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -18,6 +19,7 @@ from async_grpo_experiments.worlds.tiny import endless_transformer, words_tokeni
 
 PROBLEMS, SAMPLES, TOKENS = 24, 8, 64
 LETTERS = "abcdefgh"
+SHAPE = {"width": 1024, "layers": 16} if torch.cuda.is_available() else {"width": 256, "layers": 4}
 
 
 def plan(problems: int) -> Plan:
@@ -37,7 +39,7 @@ def length(completions: list[str], **_: Any) -> list[float]:
 def get_trainer() -> GRPOTrainer:
     tokenizer = words_tokenizer(LETTERS)
     trainer = GRPOTrainer(
-        endless_transformer(tokenizer, width=256, layers=4),
+        endless_transformer(tokenizer, **SHAPE),
         length,
         args=GRPOConfig(
             output_dir="unused",
@@ -46,7 +48,7 @@ def get_trainer() -> GRPOTrainer:
             max_completion_length=TOKENS,
             temperature=1.0,
             beta=0.0,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             bf16=False,
             report_to="none",
         ),

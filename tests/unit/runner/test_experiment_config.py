@@ -24,6 +24,8 @@ from async_grpo_experiments.runner.priority import chains_left, estimate_job_pri
 from async_grpo_experiments.runner.run import MEMORY, SECONDS
 from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, Ledger, Record
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.mark.parametrize(
     ("keys", "said"),
@@ -210,6 +212,19 @@ class TestWithHydra:
             StageSeconds(Path(SECONDS)).note({kind_of(stage, config): 3600.0})
         assert main(["experiment", "experiment.name=x", *keys, "--outputs", ".", "--dry-run"]) == 0
         assert "all stages: unknown on disk, 7 h 0 min one after another\n" in capsys.readouterr().out
+
+    def test_the_script_of_the_original_is_the_same_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        command = [sys.executable, str(ROOT / "scripts" / "run_parallel.py"), "experiment.name=x", "--dry-run"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert ran.returncode == 0 and "9 jobs, 25 stages" in ran.stdout, ran.stderr
+
+    @pytest.mark.slow
+    def test_the_check_of_the_machine_passes(self) -> None:
+        command = [sys.executable, str(ROOT / "scripts" / "test_parallel_setup.py")]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "Imports OK" in ran.stdout and "Serialization OK" in ran.stdout
 
     def test_a_dry_run_imports_no_torch(self) -> None:
         code = (
