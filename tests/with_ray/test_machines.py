@@ -263,7 +263,7 @@ def test_what_a_machine_lacks_is_named(cluster: Machines) -> None:
     """No room for the run directory, no data; and a disk that is full for a while."""
     first, *others = cluster
     for machine in others:
-        made = machine.run("sh", "-c", "mkdir small && mount -t tmpfs -o size=16k tmpfs small", deadline_s=60)
+        made = machine.run("sh", "-c", "mkdir small && mount -t tmpfs -o size=4k tmpfs small", deadline_s=60)
         assert made.returncode == 0, made.stderr
     with training(cluster, "-n", "0", "--nodes", "3", "--node-dir", "/tmp/small", "--run-dir", "no-room", *EVER) as run:
         assert run.run.wait() == 2

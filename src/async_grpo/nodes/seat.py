@@ -7,6 +7,7 @@ where the node is lost; only a failure that the node reports counts.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ BUSY_S = 0.25
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this node
 WEIGHTS_POLL_S = 0.005
 PIECE_S = 600.0  # for a piece of weights to arrive
+COLOUR = re.compile(r"\x1b\[\d*m")  # Ray writes the names of calls in one
 FIRST_WORDS = "The actor died unexpectedly before finishing this task. "  # of Ray; what follows says why
 MOST_STATES = 1000  # lines of trainer_states.jsonl, an exchange
 
@@ -300,7 +302,8 @@ class FarNodeSeat:
 
 def words_of(error: BaseException) -> str:
     """What Ray says of a lost actor, without its ids; of an error of our own there, what a traceback ends with."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
+    text = COLOUR.sub("", str(error)).strip()
+    lines = (text or type(error).__name__).splitlines()
     if lines[0].startswith("ray::"):
         return lines[-1]
     said = " ".join(line for line in lines if not line.startswith(("\t", " ")))

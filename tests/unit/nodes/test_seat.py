@@ -193,6 +193,10 @@ def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
             "The actor died because its node has died.",
         ),
         ("ray::FarNode.exchange() (pid=7)\n  File x, line 3\nKeyError: 'jobs'", "KeyError: 'jobs'"),
+        (
+            "\x1b[36mray::FarNode.receive()\x1b[39m (pid=7)\n  File x\nOSError: [Errno 28] No space",
+            "OSError: [Errno 28] No space",
+        ),
         ("", "RuntimeError"),
     ],
 )
