@@ -35,7 +35,7 @@ from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
 from async_grpo.setup.process import StopRequest, ignore_stacks_signal, path_to_us
-from async_grpo.telemetry.nodes import read_nodes
+from async_grpo.telemetry.nodes import all_gone, read_nodes
 from async_grpo.telemetry.stalls import HangDetector
 
 NODES = "nodes"  # the process that claims for other machines, as a child
@@ -138,6 +138,8 @@ class _Launch:
             why = last_line(self._logs[NODES].last_words()).removeprefix("error: ")
             go_on = f"{counted(here, 'local worker')} continue{'s' * (here == 1)}"
             self._screen.warn(f"the other nodes are given up, {go_on} without them. {why}")
+            with suppress(AsyncGRPOError, OSError):  # it is for `status` and metrics
+                all_gone(self._run.nodes, f"is given up. {why}")
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)
 
     def _needs_workers(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_grpo.errors import BadFileError
@@ -63,6 +64,14 @@ class NodesRecord:
 def write_nodes(path: Path, record: NodesRecord) -> None:
     """Write the file whole."""
     write_json(path, as_json(record))
+
+
+def all_gone(path: Path, why: str) -> None:
+    """Note that nobody serves the machines any more: the process that did has ended, and could not."""
+    if (record := read_nodes(path)) is not None:
+        now = time.monotonic()
+        rows = (row if row.gone else replace(row, gone=why, gone_s=now) for row in record.nodes)
+        write_nodes(path, replace(record, nodes=tuple(rows)))
 
 
 def read_nodes(path: Path) -> NodesRecord | None:

@@ -23,7 +23,7 @@ from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
-from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, write_nodes
+from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, all_gone, read_nodes, write_nodes
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}
 RAYLET = "10.0.0.1:40000"
@@ -312,3 +312,13 @@ def test_a_machine_whose_raylet_takes_no_connection_is_not_taken(
     finally:
         run.update_state(state=FINISHED)
         thread.join(30)
+
+
+def test_machines_that_nobody_serves_any_more_are_gone(run: RunDir) -> None:
+    run.root.mkdir(exist_ok=True)
+    rows = (NodeRecord(name="gpu2", number=2), NodeRecord(name="gpu3", number=3, gone="is silent", gone_s=1.0))
+    write_nodes(run.nodes, NodesRecord(head="gpu1:6379", nodes=rows))
+    all_gone(run.nodes, "is given up. Ray is gone")
+    record = read_nodes(run.nodes)
+    assert record is not None and record.alive == 0
+    assert [row.gone for row in record.nodes] == ["is given up. Ray is gone", "is silent"]
