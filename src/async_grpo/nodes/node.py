@@ -6,6 +6,7 @@ brings jobs and takes groups, `receive` brings weights; Ray calls them in thread
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 POLL_S = 1.0  # how long an exchange waits for something to say
 LOOK_S = 0.5
 SCORED_LOOK_S = 0.05  # between looks at what the workers do, while an exchange waits
+ROOM_BYTES = 2**20  # of a disk, for a run directory to begin with
 KEEP_DONE = 64  # groups that a node's archive keeps
 MOST_LOG_LINES = 200  # an exchange
 END_S = 8.0  # for the workers to leave a run that has ended
@@ -372,6 +374,8 @@ def _folder_for(order: dict[str, Any], run_id: str) -> Path:
     _tidy_up(parent, run_id)
     root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}"
     check_place(root)
+    if shutil.disk_usage(parent).free < ROOM_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(parent))
     return make_folder(root)
 
 

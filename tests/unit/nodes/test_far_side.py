@@ -287,6 +287,10 @@ def test_a_folder_that_cannot_be_used_is_refused(
         changed.setattr(folders, "network_file_system", lambda path: "NFS")
         assert "is on NFS. A run needs a local disk" in far.FarNode().begin(order)
 
+    with monkeypatch.context() as changed:
+        changed.setattr(far.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+        assert "/local: the disk is full. Make room" in far.FarNode().begin(order)
+
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
