@@ -213,16 +213,18 @@ class _Gate:
         node = self._cluster.start(machine, workers=workers, gpus=gpus)
         try:
             self._serve(number, machine, node, workers, gpus)
-            self._end(node)
         except PeerDiedError as error:
             if self._goes_on.is_set():
                 self._lost(number, machine, error)
                 self._pause(2 ** min(self._failed_starts.get(number, 0), MOST_DOUBLINGS))
         except (NodeRefused, NodeGaveUp, UsageError) as error:
+            self._end(node)
             if number not in self._has_joined and not isinstance(error, NodeGaveUp):
                 raise
             self._unusable.add(machine.node_id)
             self._lost(number, machine, error)
+        else:
+            self._end(node)
         finally:
             node.kill()
             with self._mutex:

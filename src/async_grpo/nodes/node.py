@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from async_grpo.errors import AsyncGRPOError, RunRefused, reason_of
 from async_grpo.launch.child_log import LogTail
@@ -131,7 +131,7 @@ class _RunHere:
         try:
             self._run, state = _prepare(order, state, root)
         except BaseException:  # a full disk, say
-            self._cleaner.communicate()
+            self._cleaner.close()
             raise
         self._lock = server_lock(self._run.root)
         self._lock.try_acquire({"role": "parameter server"})
@@ -200,7 +200,7 @@ class _RunHere:
         self._weights.close()
         self._lock.release()
         shutil.rmtree(self._run.root, ignore_errors=True)
-        self._cleaner.communicate()
+        self._cleaner.close()
 
     # Jobs and groups
 
@@ -407,10 +407,13 @@ def _tidy_up(parent: Path, run_id: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _cleaner_of(root: Path) -> subprocess.Popen[bytes]:
-    """A process that deletes `root` where this one is killed; it ends when its standard input is closed."""
+def _cleaner_of(root: Path) -> IO[bytes]:
+    """Start a process that deletes `root` when this file is closed, as the kernel does where this process is killed."""
     command = [sys.executable, "-I", "-S", leftovers.__file__, str(root)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert started.stdin is not None
+    started.wait()  # its child goes on
+    return started.stdin
 
 
 def _environment(state: RunState, threads: str | None) -> dict[str, str]:
