@@ -189,7 +189,7 @@ NODE_KILLS ?= 50
 NODE_LINKS ?= 10
 
 chaos-nodes: .venv-ray/.installed
-	NODE_KILLS=$(NODE_KILLS) NODE_LINKS=$(NODE_LINKS) .venv-ray/bin/python -m pytest -m slow tests/with_ray --timeout 3600
+	NODE_KILLS=$(NODE_KILLS) NODE_LINKS=$(NODE_LINKS) .venv-ray/bin/python -m pytest -m slow -n $(JOBS) --maxschedchunk 1 tests/with_ray --timeout 3600
 
 # DeepSpeed lies beside .venv, and borrows all else from it. It is built from its sources, which needs a C++ compiler.
 .venv-zero3/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/deepspeed_env.sh
