@@ -14,7 +14,7 @@ import pytest
 from async_grpo.errors import UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.launch.supervisor import Child, Exit, Exits
-from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Ledger, Record, read
+from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Ledger, read
 from async_grpo_experiments.slots.packing import Need, Packing
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY, PATIENCE, Command, Task, TaskSchedule
@@ -256,15 +256,10 @@ def test_a_task_is_killed_at_its_deadline(tmp_path: Path) -> None:
 
 
 def test_a_task_whose_log_says_nothing_new_is_killed_and_says_so(tmp_path: Path) -> None:
-    def run(script: str) -> Record:
-        log = tmp_path / f"log{len(said)}"
-        log.write_text("words of an earlier attempt")
-        command = Command(["sh", "-c", script], os.environ, log)
-        task, ledger = Task(name="a", command=lambda place: command, silence_s=0.05), Ledger(log.with_suffix(".jsonl"))
-        return TaskSchedule([task], [Place(name="x")], ledger, say=said.append).run()["a"]
-
-    said: list[str] = []
-    record = run("echo hello; sleep 1000")
+    log, said = tmp_path / "log", list[str]()
+    log.write_text("words of an earlier attempt")
+    command = Command(["sh", "-c", "echo hello; sleep 1000"], os.environ, log)
+    task, ledger = Task(name="a", command=lambda place: command, silence_s=0.05), Ledger(tmp_path / "slots.jsonl")
+    record = TaskSchedule([task], [Place(name="x")], ledger, say=said.append).run()["a"]
     assert (record.state, record.code, record.why) == (FAILED, -9, "its log has said nothing for 0.05 s")
     assert "killing a: its log has said nothing for 0.05 s" in said
-    assert run("exit 0").state == FINISHED
