@@ -130,7 +130,7 @@ def write_json(path: Path, rows: Iterable[Row], **more: Any) -> None:
 
 
 def with_earlier(path: Path, rows: Iterable[Row]) -> list[Row]:
-    """Rows of an earlier run in this file, with those that were measured anew in their places, or behind them."""
+    """Return the rows of an earlier run in this file: new rows replace those of their names, others are appended."""
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     return [*({one["name"]: Row(**one) for one in earlier} | {one.name: one for one in rows}).values()]
 

@@ -71,7 +71,7 @@ def no_longer_claimed(run_dir: Path, claims: set[str]) -> float:
 
 
 def processes_of_ray(run_id: str) -> list[psutil.Process]:
-    """Those of the cluster that this run has made, whose folder is in their commands. Another test may have its own."""
+    """Find the processes of this run's cluster, by its folder in their commands. Another test may have its own."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):

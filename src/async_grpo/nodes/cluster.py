@@ -188,7 +188,7 @@ class Cluster:
 
 
 def answers(address: str) -> bool:
-    """Whether a head or a raylet, HOST:PORT, takes connections. Ray itself sees for a minute or two that it does."""
+    """Whether a head or a raylet, HOST:PORT, takes connections. Ray itself notices its loss after a minute or two."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECTED_S).close()

@@ -307,7 +307,7 @@ class _Gate:
             node.end(self._run.has_ended()).result(END_S)
 
     def _choose(self, number: int) -> Machine | None:
-        """A machine that nobody has taken. One that was started anew may be in Ray's list twice for a while."""
+        """Take a free machine; None: there is none. Ray lists one that was restarted twice for a minute or two."""
         for machine in self._cluster.machines():
             if machine.node_id in self._taken.keys() | self._unusable:
                 continue

@@ -57,7 +57,7 @@ class Task:
     Attributes:
         needs: names of tasks that must have finished before.
         need: what it takes of the places.
-        need_now: says it anew at each look, where others that run may teach it.
+        need_now: what it takes, asked at each look; None: always `need`.
         priority: higher ones start first, among those that can.
         deadline_s: it is killed, and has failed, after so long.
         silence_s: it is killed, and has failed, when its log has said nothing for so long.

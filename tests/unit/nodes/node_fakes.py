@@ -63,6 +63,7 @@ class FakeFarNode:
         self.version: int | None = 0
         self.scored = 0  # of its groups, those that get their rewards
         self.is_silent = False
+        self.death: Exception | None = None  # what each call says from then on
         self.sent: list[SentJob] = []
         self.killed = False
         self._have: list[tuple[SentJob, Job]] = []
@@ -71,7 +72,9 @@ class FakeFarNode:
         answer: Future[dict[str, Any]] = Future()
         self.sent += jobs
         self._have += [(sent, decode_job(sent.data)) for sent in jobs]
-        if not self.is_silent:
+        if self.death is not None:
+            answer.set_exception(self.death)
+        elif not self.is_silent:
             answer.set_result(self._answer())
         return answer
 

@@ -128,9 +128,7 @@ def test_nodes_join_are_lost_and_join_again(run: RunDir, server: ServerQueue) ->
     thread.start()
     until(lambda: sorted(cluster.started) == ["gpu2", "gpu3"], "both nodes")
     until(lambda: {worker.name for worker in server.workers()} == {"dev2", "dev3"}, "numbers behind the local worker")
-    lost: Future[dict[str, Any]] = Future()
-    lost.set_exception(RuntimeError("The actor died unexpectedly.\nmore"))
-    dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
+    dying.death = RuntimeError("The actor died unexpectedly.\nmore")
     until(lambda: cluster.started.count("gpu2") == 2, "the lost one again")
     assert dying.killed
     server.submit(a_job(1))
@@ -174,9 +172,7 @@ def test_a_lost_machine_that_others_use_meanwhile_is_waited_for_and_said(
     thread.start()
     until(server.workers, "the node")
     cluster.free_gpus["gpu2"] = 0
-    lost: Future[dict[str, Any]] = Future()
-    lost.set_exception(RuntimeError("The actor died unexpectedly."))
-    dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
+    dying.death = RuntimeError("The actor died unexpectedly.")
 
     def said() -> bool:
         record = read_nodes(run.nodes)
@@ -235,9 +231,7 @@ def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue, warn
         return dying
 
     cluster.make = make
-    lost: Future[dict[str, Any]] = Future()
-    lost.set_exception(RuntimeError("gone"))
-    dying.exchange = lambda jobs, states: lost  # type: ignore[method-assign]
+    dying.death = RuntimeError("gone")
     with pytest.raises(PeerDiedError, match="No other machine is left"):
         gate.run()
     said = "gpu2 is lost to Ray as well. Start it there again: ray start --address=gpu1:6379"
