@@ -372,7 +372,7 @@ def _folder_for(order: dict[str, Any], run_id: str) -> Path:
     """A new folder for the run directory of this node."""
     parent = Path(_parent_of(order))
     _tidy_up(parent, run_id)
-    root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}"
+    root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}-{_birth(str(os.getpid()))}"
     check_place(root)
     if shutil.disk_usage(parent).free < ROOM_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(parent))
@@ -401,10 +401,18 @@ def _prepare(order: dict[str, Any], state: RunState, root: Path) -> tuple[RunDir
 
 
 def _tidy_up(parent: Path, run_id: str) -> None:
-    """Delete what a killed actor has left of this run here."""
+    """Delete what a killed actor has left of this run here. Another one that begins has no lock in its folder yet."""
     for folder in parent.glob(f"async-grpo-{run_id}-*"):
-        if not folder.is_symlink() and not server_alive(folder):
+        _, pid, birth = folder.name.rsplit("-", 2)
+        if _birth(pid) != birth and not folder.is_symlink() and not server_alive(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _birth(pid: str) -> str:
+    """When a process began, in ticks since the machine did. With the pid it names one process. Empty if it is gone."""
+    with suppress(OSError):
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc_pid_stat(5)
+    return ""
 
 
 def _cleaner_of(root: Path) -> IO[bytes]:

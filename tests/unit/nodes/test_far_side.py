@@ -241,12 +241,25 @@ def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
 
 
 def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any]) -> None:
-    left, others = (Path(order["node_dir"]) / f"async-grpo-{run}-8-1" for run in (RUN, "run-2"))
+    left, others = (Path(order["node_dir"]) / f"async-grpo-{run}-8-{os.getpid()}-1" for run in (RUN, "run-2"))
     left.mkdir()
     others.mkdir()
     node = _RunHere(order)
     node.end(finished=False)
     assert not left.exists() and others.exists()
+
+
+def test_what_another_actor_has_just_made_is_left_alone(order: dict[str, Any]) -> None:
+    """It has no lock there yet. Two nodes of a run may be on one machine."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as actor:
+        birth = far._birth(str(actor.pid))
+        made = Path(order["node_dir"]) / f"async-grpo-{RUN}-9-{actor.pid}-{birth}"
+        made.mkdir()
+        _RunHere(order).end(finished=False)
+        assert birth and made.exists()
+        actor.kill()
+    _RunHere(order).end(finished=False)
+    assert not made.exists()
 
 
 def test_the_run_directory_goes_when_the_actor_is_killed_and_its_workers_have_ended(tmp_path: Path) -> None:
