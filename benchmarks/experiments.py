@@ -1,12 +1,13 @@
 """What an experiment costs besides its trainings: its queue, generation with two workers, and scores of a reward model.
 
-    python benchmarks/experiments.py [--only PART …] [--json FILE]
+    .venv-experiments/bin/python benchmarks/experiments.py [--only PART …] [--json FILE] [--update-docs]
 
 `queue`: 24 jobs in 12 lines of 2 rounds, whose stages are children that sleep 1 to 8 s, in 2 and in 8 places, against
 the larger of work / places and the longest path, plus .2 s for each start of a place; and the queue's own work.
 `generation`: `async-grpo generate` with two workers of one core each against one, in turns; where there are GPUs, with
 2, 4 and 8 of them against one. `scoring`: a reward model of 4 M parameters on texts of 8 to 256 tokens, in batches of
-32 against 2, in turns. No stage is trained.
+32 against 2, in turns. What the others are held against is the control of equal work. No stage is trained.
+Of a part that is not measured again, the rows of the JSON file are kept.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.control import PAIRS, control_s
-from benchmarks.table import Row, as_text, row, write_json
+from benchmarks.control import PAIRS
+from benchmarks.table import (
+    Row,
+    as_markdown,
+    as_text,
+    describe_machine,
+    machine_line,
+    row,
+    update_docs,
+    with_earlier,
+    write_json,
+)
 
 from async_grpo_experiments.slots.ledger import FINISHED, Ledger
 from async_grpo_experiments.slots.places import Place
@@ -37,6 +47,7 @@ LINES, ROUNDS, SEEDS = 12, 2, 3
 PLACES = (2, 8)
 START_S = 0.2
 SETUP = Path(__file__).with_name("setups") / "generation.py"
+RESULTS = Path(__file__).with_name("results") / "experiments.json"
 TEXTS = 192
 ON_GPUS = {2: ">= 1.8", 4: ">= 3.5", 8: ">= 6.5"}  # of the original's guide
 
@@ -107,11 +118,11 @@ def generation() -> Iterator[Row]:
     if gpus:
         targets = {count: target for count, target in ON_GPUS.items() if count <= gpus}
     rates: dict[int, list[float]] = {count: [] for count in (1, *targets)}
-    controls, each = [], "GPU" if gpus else "core"
+    each = "GPU" if gpus else "core"
     for _ in range(PAIRS):
         for workers, found in rates.items():
-            controls.append(control_s())
             found.append(PROBLEMS * SAMPLES * TOKENS / generated(workers))
+    controls = [1 / rate for rate in rates[1]]
     yield row(f"generate, one worker of one {each}", rates[1], "tokens/s")
     for count, target in targets.items():
         times = [more / one for one, more in zip(rates[1], rates[count], strict=True)]
@@ -156,17 +167,16 @@ def scoring() -> Iterator[Row]:
     draw = random.Random(0)
     texts = [[draw.randrange(512) for _ in range(draw.randint(8, 256))] for _ in range(TEXTS)]
     rates: dict[int, list[float]] = {2: [], 32: []}
-    scores, controls = {}, []
+    scores = {}
     for _ in range(PAIRS):
         for batch, found in rates.items():
-            controls.append(control_s())
             began = time.monotonic()
             scores[batch] = scores_of_texts(model, texts, batch)
             found.append(TEXTS / (time.monotonic() - began))
     apart = max(abs(one - other) for one, other in zip(scores[2], scores[32], strict=True))
     yield row("scores of a reward model, batches of 2", rates[2], "texts/s")
     times = [large / small for small, large in zip(rates[2], rates[32], strict=True)]
-    yield row("scores of a reward model, batches of 32 against 2", times, "x", controls=controls)
+    yield row("scores of a reward model, batches of 32 against 2", times, "x", controls=[1 / rate for rate in rates[2]])
     yield row("scores of batches of 32 and 2, apart at most", [apart], "", target="<= 1e-5")
 
 
@@ -176,13 +186,15 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {"queue": queue, "generation": g
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--update-docs", action="store_true", help="write the table into docs/experiments.md")
     options = parser.parse_args()
-    load: Any = os.getloadavg()
-    found = [one for part in options.only for one in PARTS[part]()]
-    print(as_text(found))
-    if options.json:
-        write_json(options.json, found, load_before=load)
+    measured = [one for part in options.only for one in PARTS[part]()]
+    print(as_text(measured))
+    rows = with_earlier(options.json, measured)
+    write_json(options.json, rows)
+    if options.update_docs:
+        update_docs("experiments", f"Machine: {machine_line(describe_machine())}.\n\n{as_markdown(rows)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 from benchmarks.contests import SLOW_REWARD, TWICE, say
-from benchmarks.control import control_s
 from benchmarks.queue_cycles import RUN, make_job
 from benchmarks.setups.sums import Setting
 from benchmarks.sides import Run, Side, run_side
@@ -56,23 +55,22 @@ COMPARISONS = (  # what, setting, with nodes, without, whether the ratio is one 
 )
 HELD = 8  # jobs that the lost node has
 LOST_S = 60.0
-SETTLE_S = 5.0  # for Ray's agents to end, before equal work is timed
+SETTLE_S = 5.0  # for Ray's agents to end, before the next run
 
 
 def comparisons(rounds: int) -> Iterator[Row]:
-    """Ratios of runs that take turns, with nodes and without."""
+    """Ratios of runs that take turns, with nodes and without. A step of those without is the control of equal work."""
     for name, setting, far, near, is_speed, target in COMPARISONS:
-        ratios, controls = [], [control_s()]
+        steps: dict[Side, list[float]] = {far: [], near: []}
         for repeat in range(rounds):
-            steps = {}
             for side in (far, near) if repeat % 2 else (near, far):
                 with tempfile.TemporaryDirectory() as folder:
-                    steps[side] = late_step_s(side, run_side(side, replace(setting, seed=repeat), Path(folder) / "run"))
+                    steps[side].append(late_step_s(side, run_side(side, setting, Path(folder) / "run")))
+                say(f"{name}: {side.name}: {steps[side][-1]:.3f} s a step")
                 time.sleep(SETTLE_S)
-                controls.append(control_s())
-                say(f"{name}: {side.name}: {steps[side]:.3f} s a step")
-            ratios.append(steps[near] / steps[far] if is_speed else steps[far] / steps[near])
-        yield row(name, ratios, "x", target=target, controls=controls)
+        pairs = zip(steps[far], steps[near], strict=True)
+        ratios = [without / with_nodes if is_speed else with_nodes / without for with_nodes, without in pairs]
+        yield row(name, ratios, "x", target=target, controls=steps[near])
 
 
 def late_step_s(side: Side, run: Run) -> float:

@@ -5,9 +5,9 @@
 `way`, 3 minutes, and `runs`, 25; of what is not measured again, the rows of the JSON file are kept. Stand-ins are
 actors that answer at once: a group a job, so that nothing but the way is measured. All raylets, the gate
 and the server's side share the cores of this machine, so a figure is a lower bound of what machines of their own do.
-Whole runs with nodes and without take turns (`node_runs.py`), with products of matrices between them: where these took
-more than a tenth longer at one time than at another, the row says "not measurable here". The table of many nodes is a
-formula of the costs measured here, and says which part is at its limit first.
+Whole runs with nodes and without take turns (`node_runs.py`): where a run without took more than a tenth longer at one
+time than at another, the row says "not measurable here". The table of many nodes is a formula of the costs measured
+here, and says which part is at its limit first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,16 @@ from benchmarks.table import (
     write_json,
 )
 
-from async_grpo.nodes.cluster import EXCHANGE, LOCAL_ADDRESS, LOCAL_STORE_BYTES, WEIGHTS, Cluster, Machine, RayNode
+from async_grpo.nodes.cluster import (
+    EXCHANGE,
+    LOCAL_ADDRESS,
+    LOCAL_STORE_BYTES,
+    WEIGHTS,
+    Cluster,
+    Machine,
+    RayNode,
+    fetched,
+)
 from async_grpo.nodes.receiving import ReceivedWeights
 from async_grpo.nodes.seat import FarNodeSeat
 from async_grpo.nodes.sending import PublishedVersions, WeightsPiece
@@ -69,6 +78,7 @@ VERSIONS_A_ROUND = 4
 ELSEWHERE = -1  # a version from which no difference leads
 WEIGHTS_OF_A_DELTA = 20_000_000
 ENCODED = 3  # times; the fastest counts, as of the bytes of the way
+FETCH_S = 120.0
 MODELS = {"1 B": 1e9, "32 B": 32e9}
 NODES = (1, 3, 10, 30, 100, 300, 1000)
 BYTES_A_WEIGHT = 2
@@ -111,11 +121,15 @@ class StandIn:
             "waited_s": 0.0,
         }
 
-    def receive(self, about: dict[str, Any], data: Any) -> dict[str, Any]:
+    def receive(self, about: dict[str, Any], data: list[Any]) -> dict[str, Any]:
+        if about["kind"] == "none":
+            return {"published": 0, "why": "", "busy": False, "late": False}
+        arrived = fetched(data[0], FETCH_S)
+        assert arrived is not None, "no weights arrive"
         if about["kind"] == "bare":
-            np.array(data)
-            return {"published": 0, "why": "", "busy": False}
-        return self._weights.receive(about, data)
+            np.array(arrived)
+            return {"published": 0, "why": "", "busy": False, "late": False}
+        return {**self._weights.receive(about, arrived), "late": False}
 
 
 class NoWeights(PublishedVersions):
@@ -127,7 +141,7 @@ class NoWeights(PublishedVersions):
         return 0
 
     def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
-        yield WeightsPiece({"kind": "bare"}, b"", 0)
+        yield WeightsPiece({"kind": "none"}, b"", 0)
 
 
 def stand_ins(cluster: Cluster, folder: Path, machines: list[Machine], *, works: bool = True) -> list[RayNode]:

@@ -238,8 +238,7 @@ import sys
 
 import numpy as np
 
-from async_grpo.nodes.cluster import Cluster
-from async_grpo.nodes.sending import StoreFullError
+from async_grpo.nodes.cluster import Cluster, StoreFullError
 
 with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="fills") as cluster:
     kept = cluster.put(np.zeros(50_000_000, np.uint8))
@@ -260,6 +259,68 @@ def test_a_store_of_ray_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -
         ran = subprocess.run(program, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ran.stdout.startswith("Ray's object store on this machine is full"), ran.stdout + ran.stderr
     assert "120.0 MB have no room. Make room" in ran.stdout
+
+
+FETCHES = """
+import os
+import signal
+import sys
+
+import numpy as np
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_grpo.nodes.cluster import EXCHANGE, WEIGHTS, Cluster, FarNodeOnRay, RayNode
+
+
+class Side:
+    def receive(self, about, data):
+        return {"published": 0, "why": "", "busy": False}
+
+
+class Node(FarNodeOnRay):
+    def __init__(self):
+        super().__init__()
+        self._side = Side()
+
+    def raylet(self):
+        return os.getppid()
+
+
+def start(cluster, machine):
+    actor = cluster._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(Node)
+    place = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+    return RayNode(actor.options(num_cpus=1, scheduling_strategy=place).remote(), cluster._ray)
+
+
+def is_late(node, piece, patience_s):
+    return node.receive({"patience_s": patience_s}, piece).result(120)["late"]
+
+
+with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="fetches") as cluster:
+    first, second = (start(cluster, machine) for machine in cluster.machines())
+    pieces = [cluster.put(np.zeros(300_000, np.uint8)) for _ in range(16)]
+    assert not any(is_late(first, piece, 60.0) for piece in pieces)
+    raylet = cluster._ray.get(first._handle.raylet.remote())
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        late = sum(is_late(second, piece, 0.5) for piece in pieces)
+        print(late, is_late(second, cluster.put(np.zeros(300_000, np.uint8)), 60.0))
+    finally:
+        os.kill(raylet, signal.SIGCONT)
+"""
+
+
+def test_weights_that_a_frozen_machine_has_as_well_are_waited_for_no_longer_than_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray fetches from any machine with a copy. Half of them are that one; what is put again arrives."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    with a_cluster(3) as address:
+        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        program = [sys.executable, "-c", FETCHES, address]
+        ran = subprocess.run(program, env=env, capture_output=True, text=True, timeout=240, check=False)
+    late, is_late_again = ran.stdout.split()
+    assert int(late) > 0 and is_late_again == "False", ran.stdout + ran.stderr
 
 
 @pytest.mark.slow

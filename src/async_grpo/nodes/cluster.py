@@ -13,12 +13,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo.errors import PeerDiedError, UsageError
+from async_grpo.errors import AsyncGRPOError, PeerDiedError, UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.nodes.node import FarNode
-from async_grpo.nodes.sending import StoreFullError
+
+if TYPE_CHECKING:
+    from async_grpo_ipc.delta.buffers import Bytes
 
 LOCAL = "local"
 SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75
@@ -28,6 +30,12 @@ CONNECTED_S = 2.0  # for a head or a raylet to take a connection
 CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
 EXCHANGE, WEIGHTS = "exchange", "weights"  # groups of threads of an actor
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+
+
+class StoreFullError(AsyncGRPOError):
+    """The cluster's store has no room for a bucket."""
+
+    exit_code = 1
 
 
 class Machine(NamedTuple):
@@ -65,7 +73,7 @@ class RayNode:
         return self._future(method.remote([tuple(job) for job in jobs], states))
 
     def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]:
-        return self._future(self._handle.receive.options(concurrency_group=WEIGHTS).remote(about, data))
+        return self._future(self._handle.receive.options(concurrency_group=WEIGHTS).remote(about, [data]))
 
     def end(self, finished: bool) -> Future[None]:
         return self._future(self._handle.end.remote(finished))
@@ -77,6 +85,32 @@ class RayNode:
 
     def _future(self, reference: Any) -> Future[Any]:
         return reference.future()
+
+
+class FarNodeOnRay(FarNode):
+    """The actor. It fetches what is in the store itself: a call whose arguments Ray fetches may wait for minutes."""
+
+    def receive(self, about: dict[str, Any], data: list[Any]) -> dict[str, Any]:
+        arrived = fetched(data[0], about["patience_s"])
+        if arrived is None:
+            return {"published": None, "why": "", "busy": False, "late": True}
+        return {**self.take_weights(about, arrived), "late": False}
+
+
+def fetched(reference: Any, seconds: float) -> Bytes | None:
+    """Return what `Cluster.put` has put, on another machine; None: it has not arrived in this time.
+
+    Ray fetches from any machine that has a copy. Where that one is lost it tries again after 10, 20, 40 … s (its
+    `pull_manager.cc`), also from the same.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    try:
+        found: Bytes = ray.get(reference, timeout=seconds)
+    except GetTimeoutError:
+        return None
+    return found
 
 
 class Cluster:
@@ -129,7 +163,7 @@ class Cluster:
         """An actor with room for these workers, on this machine and no other. It may have to wait for the room."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor = self._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(FarNode)
+        actor = self._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(FarNodeOnRay)
         place = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         options = {"num_cpus": CPUS_A_WORKER * workers, "num_gpus": gpus, "max_restarts": 0}
         return RayNode(actor.options(scheduling_strategy=place, **options).remote(), self._ray)

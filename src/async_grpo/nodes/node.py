@@ -1,7 +1,7 @@
 """The far side: what the actor on another machine does, for ordinary workers there. It knows nothing of Ray.
 
 `FarNode` is the server of a queue and of weights in a run directory of its own, and starts the workers. `exchange`
-brings jobs and takes groups, `receive` brings weights; Ray calls them in threads of their own.
+brings jobs and takes groups, `take_weights` gets a version; Ray calls them in threads of their own.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class FarNode:
         """Bring jobs and lines of `trainer_states.jsonl`, and wait a moment for what there is to say."""
         return vars(self._side.exchange([SentJob(*job) for job in jobs], states))
 
-    def receive(self, about: dict[str, Any], data: Bytes) -> dict[str, Any]:
-        """Take a piece of a version of the weights."""
+    def take_weights(self, about: dict[str, Any], data: Bytes) -> dict[str, Any]:
+        """Take a piece of a version that has arrived here."""
         return self._side.receive(about, data)
 
     def end(self, finished: bool) -> None:

@@ -40,7 +40,9 @@ HUNGRY_S = 0.02  # a node that has room for jobs is asked for so often
 BUSY_S = 0.25
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this node
 WEIGHTS_POLL_S = 0.005
-PIECE_S = 600.0  # for a piece of weights to arrive
+PIECE_S = 600.0  # for a piece of weights to arrive and to be written
+PATIENCE_S = 10.0  # until a piece that has not arrived is sent again; doubled each time
+MOST_PATIENCE_S = 300.0
 COLOUR = re.compile(r"\x1b\[\d*m")  # Ray writes the names of calls in one
 FIRST_WORDS = "The actor died unexpectedly before finishing this task. "  # of Ray; what follows says why
 MOST_STATES = 1000  # lines of trainer_states.jsonl, an exchange
@@ -51,7 +53,8 @@ class NodeCalls(Protocol):
 
     def exchange(self, jobs: Sequence[SentJob], states: bytes) -> Future[dict[str, Any]]: ...
 
-    def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]: ...
+    def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]:
+        """As `ReceivedWeights.receive`, and `late`: the data has not arrived in `about["patience_s"]` seconds."""
 
     def end(self, finished: bool) -> Future[None]: ...
 
@@ -120,6 +123,7 @@ class FarNodeSeat:
         self._waited_s, self._looked = 0.0, time.monotonic()  # for the answer that is due
         self._done = threading.Event()
         self._trouble: BaseException | None = None  # of the thread that sends weights
+        self._patience_s = PATIENCE_S
 
     def serve(self, goes_on: threading.Event) -> None:
         """Exchange until `goes_on` is cleared.
@@ -270,7 +274,10 @@ class FarNodeSeat:
         began, sent, kinds = time.monotonic(), 0, set()
         for piece in self._versions.pieces(has):
             asked = time.monotonic()
-            answer = self._await(self._calls.receive(piece.about, piece.data))
+            answer = self._await(self._calls.receive({**piece.about, "patience_s": self._patience_s}, piece.data))
+            if answer["late"]:
+                self._put_again()
+                return has
             if answer["why"]:
                 logger.warning("{} asks for the whole weights: {}", self._name, answer["why"])
                 return None
@@ -285,6 +292,16 @@ class FarNodeSeat:
         now.weights_s, now.weights_bytes, now.bytes = round(seconds, 4), sent, now.bytes + sent
         now.deltas, now.wholes = now.deltas + ("delta" in kinds), now.wholes + ("whole" in kinds)
         return has
+
+    def _put_again(self) -> None:
+        """Ray may fetch a copy from a machine that is lost."""
+        logger.warning(
+            "weights have not arrived on {} within {:g} s, as where another machine is lost: they are sent again",
+            self._name,
+            self._patience_s,
+        )
+        self._versions.put_again()
+        self._patience_s = min(2 * self._patience_s, MOST_PATIENCE_S)  # it may be a slow link
 
     def _await(self, answer: Future[dict[str, Any]]) -> dict[str, Any]:
         return wait_until(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from async_grpo.errors import AsyncGRPOError
+from async_grpo.nodes.cluster import StoreFullError
 from async_grpo_ipc.attachment import Generations
 from async_grpo_ipc.delta import Buffer, digest, encode
 from async_grpo_ipc.delta.buffers import Bytes
@@ -35,12 +35,6 @@ LEASE_S = 30.0
 TRY_DELTA_EVERY = 16  # versions, where the last difference took longer than sending all
 
 Put = Callable[[Bytes], Any]  # into the cluster's store, once for all nodes; returns what a call can be given
-
-
-class StoreFullError(AsyncGRPOError):
-    """The cluster's store has no room for a bucket."""
-
-    exit_code = 1
 
 
 class WeightsPiece(NamedTuple):
@@ -106,6 +100,11 @@ class PublishedVersions:
     def took(self, nbytes: int, seconds: float) -> None:
         """Remember how fast a whole version went, or a part of one."""
         self._bytes_per_s = nbytes / max(seconds, 1e-6)
+
+    def put_again(self) -> None:
+        """Forget what the store has, so that what is sent next is fetched from this machine alone."""
+        with self._packing:
+            self._differences, self._buckets = {}, {}
 
     def close(self) -> None:
         if self._generations is not None:

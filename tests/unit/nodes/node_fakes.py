@@ -66,6 +66,8 @@ class FakeFarNode:
         self.death: Exception | None = None  # what each call says from then on
         self.sent: list[SentJob] = []
         self.killed = False
+        self.late = 0  # pieces of weights that will not arrive in time
+        self.patience: list[float] = []  # with each piece
         self._have: list[tuple[SentJob, Job]] = []
 
     def exchange(self, jobs: Sequence[SentJob], states: bytes) -> Future[dict[str, Any]]:
@@ -80,7 +82,9 @@ class FakeFarNode:
 
     def receive(self, about: dict[str, Any], data: Any) -> Future[dict[str, Any]]:
         answer: Future[dict[str, Any]] = Future()
-        answer.set_result({"published": self.version, "why": "", "busy": False})
+        is_late, self.late = self.late > 0, max(0, self.late - 1)
+        self.patience.append(about["patience_s"])
+        answer.set_result({"published": self.version, "why": "", "busy": False, "late": is_late})
         return answer
 
     def end(self, finished: bool) -> Future[None]:

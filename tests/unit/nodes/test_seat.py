@@ -19,6 +19,7 @@ from async_grpo.errors import PeerDiedError
 from async_grpo.nodes import seat as seats
 from async_grpo.nodes.node import SentJob
 from async_grpo.nodes.seat import FarNodeSeat, NodeRefused, words_of
+from async_grpo.nodes.sending import WeightsPiece
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
@@ -170,6 +171,30 @@ def test_a_node_without_workers_or_weights_claims_nothing(server: ServerQueue) -
         until(lambda: node.version is not None, "nothing")
         time.sleep(0.1)
         assert not node.sent
+
+
+class OneWhole(FakeVersions):
+    """A version in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.puts = 1
+
+    def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
+        yield WeightsPiece({"kind": "whole"}, self.puts, 10)
+
+    def took(self, nbytes: int, seconds: float) -> None: ...
+
+    def put_again(self) -> None:
+        self.puts += 1
+
+
+def test_weights_that_have_not_arrived_are_put_and_sent_again_with_more_patience(server: ServerQueue) -> None:
+    node, versions = FakeFarNode(answered), OneWhole()
+    node.late = 2
+    with served(server.root, node, versions):
+        until(lambda: len(node.patience) == 3, "the weights")
+    assert node.patience == [10, 20, 40] and versions.puts == 3
 
 
 def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from async_grpo.nodes import receiving, sending
+from async_grpo.nodes.cluster import StoreFullError
 from async_grpo.nodes.receiving import ReceivedWeights
-from async_grpo.nodes.sending import PublishedVersions, StoreFullError
+from async_grpo.nodes.sending import PublishedVersions
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from async_grpo_ipc.layout import ALIGNMENT
 
@@ -139,6 +140,20 @@ def test_a_small_change_travels_as_a_difference_and_so_do_several(here: Here) ->
     assert [piece.about["version"] for piece in here.versions.pieces(0)] == [1, 2]
     here.send(since=0)
     assert_equal_there(here, 2)
+
+
+def test_what_is_put_again_is_all_new_in_the_store(here: Here) -> None:
+    here.send()
+    here.train(1)
+    (before,) = here.versions.pieces(0)
+    here.versions.put_again()
+    (after,) = here.versions.pieces(0)
+    assert (before.about["kind"], after.about["kind"]) == ("delta", "whole")
+    assert next(here.versions.pieces(0)).data is after.data
+    here.versions.put_again()
+    assert next(here.versions.pieces(0)).data is not after.data
+    here.send(since=0)
+    assert_equal_there(here, 1)
 
 
 def test_all_is_sent_where_that_has_been_faster_than_a_difference(here: Here) -> None:
