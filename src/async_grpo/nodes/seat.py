@@ -24,7 +24,7 @@ from loguru import logger
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadGroupError, PeerDiedError
 from async_grpo.nodes.node import SentJob
-from async_grpo.nodes.sending import PublishedVersions
+from async_grpo.nodes.sending import PublishedVersions, WeightsPiece
 from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
@@ -41,7 +41,8 @@ BUSY_S = 0.25
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this node
 WEIGHTS_POLL_S = 0.005
 PIECE_S = 600.0  # for a piece of weights to arrive and to be written
-PATIENCE_S = 10.0  # until a piece that has not arrived is sent again; doubled each time
+PATIENCE_S = 10.0  # for a piece to arrive, and its time on a slow link; then it is sent again, with twice the patience
+SLOW_BYTES_PER_S = 25e6
 MOST_PATIENCE_S = 300.0
 COLOUR = re.compile(r"\x1b\[\d*m")  # Ray writes the names of calls in one
 FIRST_WORDS = "The actor died unexpectedly before finishing this task. "  # of Ray; what follows says why
@@ -123,7 +124,7 @@ class FarNodeSeat:
         self._waited_s, self._looked = 0.0, time.monotonic()  # for the answer that is due
         self._done = threading.Event()
         self._trouble: BaseException | None = None  # of the thread that sends weights
-        self._patience_s = PATIENCE_S
+        self._patience = 1  # doubled with each piece that does not arrive
 
     def serve(self, goes_on: threading.Event) -> None:
         """Exchange until `goes_on` is cleared.
@@ -274,9 +275,10 @@ class FarNodeSeat:
         began, sent, kinds = time.monotonic(), 0, set()
         for piece in self._versions.pieces(has):
             asked = time.monotonic()
-            answer = self._await(self._calls.receive({**piece.about, "patience_s": self._patience_s}, piece.data))
+            patience_s = min(MOST_PATIENCE_S, self._patience * (PATIENCE_S + piece.nbytes / SLOW_BYTES_PER_S))
+            answer = self._await(self._calls.receive({**piece.about, "patience_s": patience_s}, piece.data))
             if answer["late"]:
-                self._put_again()
+                self._put_again(piece, patience_s)
                 return has
             if answer["why"]:
                 logger.warning("{} asks for the whole weights: {}", self._name, answer["why"])
@@ -293,15 +295,15 @@ class FarNodeSeat:
         now.deltas, now.wholes = now.deltas + ("delta" in kinds), now.wholes + ("whole" in kinds)
         return has
 
-    def _put_again(self) -> None:
+    def _put_again(self, piece: WeightsPiece, waited_s: float) -> None:
         """Ray may fetch a copy from a machine that is lost."""
         logger.warning(
-            "weights have not arrived on {} within {:g} s, as where another machine is lost: they are sent again",
+            "weights have not arrived on {} within {:.0f} s, as where another machine is lost: they are sent again",
             self._name,
-            self._patience_s,
+            waited_s,
         )
-        self._versions.put_again()
-        self._patience_s = min(2 * self._patience_s, MOST_PATIENCE_S)  # it may be a slow link
+        self._versions.put_again(piece)
+        self._patience *= 2
 
     def _await(self, answer: Future[dict[str, Any]]) -> dict[str, Any]:
         return wait_until(

@@ -101,10 +101,11 @@ class PublishedVersions:
         """Remember how fast a whole version went, or a part of one."""
         self._bytes_per_s = nbytes / max(seconds, 1e-6)
 
-    def put_again(self) -> None:
-        """Forget what the store has, so that what is sent next is fetched from this machine alone."""
+    def put_again(self, late: WeightsPiece) -> None:
+        """Forget what the store has, unless that was put after a piece that is late: it is on this machine alone."""
         with self._packing:
-            self._differences, self._buckets = {}, {}
+            if any(kept.data is late.data for kept in (*self._differences.values(), *self._buckets.values())):
+                self._differences, self._buckets = {}, {}
 
     def close(self) -> None:
         if self._generations is not None:

@@ -181,11 +181,12 @@ class OneWhole(FakeVersions):
         self.puts = 1
 
     def pieces(self, since: int | None) -> Iterator[WeightsPiece]:
-        yield WeightsPiece({"kind": "whole"}, self.puts, 10)
+        yield WeightsPiece({"kind": "whole"}, self.puts, 100_000_000)  # 4 s on a slow link
 
     def took(self, nbytes: int, seconds: float) -> None: ...
 
-    def put_again(self) -> None:
+    def put_again(self, late: WeightsPiece) -> None:
+        assert late.data == self.puts
         self.puts += 1
 
 
@@ -194,7 +195,7 @@ def test_weights_that_have_not_arrived_are_put_and_sent_again_with_more_patience
     node.late = 2
     with served(server.root, node, versions):
         until(lambda: len(node.patience) == 3, "the weights")
-    assert node.patience == [10, 20, 40] and versions.puts == 3
+    assert node.patience == [14, 28, 56] and versions.puts == 3
 
 
 def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:

@@ -146,11 +146,12 @@ def test_what_is_put_again_is_all_new_in_the_store(here: Here) -> None:
     here.send()
     here.train(1)
     (before,) = here.versions.pieces(0)
-    here.versions.put_again()
+    here.versions.put_again(before)
     (after,) = here.versions.pieces(0)
     assert (before.about["kind"], after.about["kind"]) == ("delta", "whole")
+    here.versions.put_again(before)  # another node has missed it, too
     assert next(here.versions.pieces(0)).data is after.data
-    here.versions.put_again()
+    here.versions.put_again(after)
     assert next(here.versions.pieces(0)).data is not after.data
     here.send(since=0)
     assert_equal_there(here, 1)
