@@ -40,7 +40,7 @@ FROZEN_S = 60.0
 BUSY_S = 900.0  # for what takes seconds where little else runs
 GIVE_UP_S = 600.0  # Ray's own minute, and six tries to reach it
 RUN = "worker"  # in the /tmp of the server's machine
-EVER = ("--eval-every", "0", "--steps", "1000000")
+EVER = ("--eval-every", "0", "--steps", "1000000", "--keep-done", "1000000")  # the audit here sees no checkpoint there
 STRIKES = ("worker", "actor", "raylet", "worker", "actor", "gate", "worker", "actor", "raylet", "machine")
 CLOCK = """
 #define _GNU_SOURCE
