@@ -33,7 +33,7 @@ TWO_LOCAL = Side(name="2 local workers", workers=2, threads=1)
 ONE_FAR = Side(name="1 local and 1 far worker", workers=1, threads=1, flags=(*FAR, "2"))
 THREE_LOCAL = Side(name="3 local workers", workers=3, threads=1)
 TWO_NODES = Side(name="1 local worker and 2 nodes of one", workers=1, threads=1, flags=(*FAR, "3"))
-DEMO = Setting(steps=160)
+DEMO = Setting(steps=400)
 COMPARISONS = (  # what, setting, with nodes, without, whether the ratio is one of speeds, target
     ("rollouts/s, 1 local and 1 far worker over 2 local ones, the demo", DEMO, ONE_FAR, TWO_LOCAL, True, ">= 0.75"),
     (
