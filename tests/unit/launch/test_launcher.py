@@ -179,6 +179,7 @@ def test_a_child_that_ignores_the_stop_is_killed(stage: Stage) -> None:
 
     def user() -> None:
         until(lambda: all((stage.folder / f"deafworker{number}").exists() for number in (1, 2)))
+        until(lambda: (state := stage.run.read_state()) is not None and state.state == runs.STOPPED)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=user, daemon=True).start()
