@@ -27,17 +27,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.control import PAIRS
-from benchmarks.table import (
-    Row,
-    as_markdown,
-    as_text,
-    describe_machine,
-    machine_line,
-    row,
-    update_docs,
-    with_earlier,
-    write_json,
-)
+from benchmarks.table import Row, as_text, keep, row
 
 from async_grpo_experiments.slots.ledger import FINISHED, Ledger
 from async_grpo_experiments.slots.places import Place
@@ -191,10 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     measured = [one for part in options.only for one in PARTS[part]()]
     print(as_text(measured))
-    rows = with_earlier(options.json, measured)
-    write_json(options.json, rows)
-    if options.update_docs:
-        update_docs("experiments", f"Machine: {machine_line(describe_machine())}.\n\n{as_markdown(rows)}")
+    keep("experiments", options.json, measured, in_docs=options.update_docs)
 
 
 if __name__ == "__main__":

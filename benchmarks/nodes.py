@@ -33,17 +33,7 @@ import torch
 from benchmarks.control import PAIRS
 from benchmarks.node_runs import comparisons, memory_of_ray, pending_again_s
 from benchmarks.queue_cycles import RUN, make_group, make_job
-from benchmarks.table import (
-    Row,
-    as_markdown,
-    as_text,
-    describe_machine,
-    machine_line,
-    row,
-    update_docs,
-    with_earlier,
-    write_json,
-)
+from benchmarks.table import Row, as_text, keep, row, update_docs
 
 from async_grpo.nodes.cluster import (
     EXCHANGE,
@@ -380,12 +370,10 @@ def main() -> int:
     if args.only != "way":
         measured += comparisons(args.rounds)
     print(as_text(measured))
-    rows = with_earlier(args.json, measured)
-    write_json(args.json, rows, costs=costs)
+    keep("nodes", args.json, measured, in_docs=args.update_docs, costs=costs)
     if args.plot is not None:
         plot(costs, args.plot)
     if args.update_docs:
-        update_docs("nodes", f"Machine: {machine_line(describe_machine())}.\n\n{as_markdown(rows)}")
         update_docs("many nodes", many_nodes(costs))
     return 0
 

@@ -135,6 +135,14 @@ def with_earlier(path: Path, rows: Iterable[Row]) -> list[Row]:
     return [*({one["name"]: Row(**one) for one in earlier} | {one.name: one for one in rows}).values()]
 
 
+def keep(name: str, path: Path, measured: Iterable[Row], *, in_docs: bool, **more: Any) -> None:
+    """Write what was measured into the file, beside earlier rows, and with `in_docs` all of them into docs/."""
+    rows = with_earlier(path, measured)
+    write_json(path, rows, **more)
+    if in_docs:
+        update_docs(name, f"Machine: {machine_line(describe_machine())}.\n\n{as_markdown(rows)}")
+
+
 def update_docs(name: str, text: str) -> list[Path]:
     """Put `text` between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, wherever docs/ has these marks."""
     block = re.compile(rf"(<!-- begin: {re.escape(name)} -->\n).*?(<!-- end: {re.escape(name)} -->)", re.DOTALL)
