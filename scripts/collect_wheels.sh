@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Fills a folder with the wheels (about 2 MB) that `scripts/gpu_check.sh --wheels` installs on a machine without a
+# Fills a folder with the wheels (about 8 MB) that `scripts/gpu_check.sh --wheels` installs on a machine without a
 # network. That machine has torch, cupy, transformers, peft, accelerate, pytest and what those need; what it lacks is
-# listed here, and nothing else. zstandard (5.5 MB) is left out: only runs need it that keep versions (--delta-every), or
-# whose groups name the tokens that truncated sampling with vLLM kept, and both are refused at the start without it.
+# listed here, and nothing else.
 # usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]      default: 3.12
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +9,8 @@ folder=${1:?usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]}
 version=${2:-3.12}
 python=.venv/bin/python
 [[ -x $python ]] || python=python3
-packages=(trl datasets loguru crc32c dill multiprocess) # the last two are what datasets needs
+packages=(trl datasets dill multiprocess loguru crc32c zstandard bm25s math-verify latex2sympy2_extended
+    antlr4-python3-runtime torchjd)
 platforms=()
 for glibc in 2_28 2_27 2_24 2_17 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 for package in "${packages[@]}"; do

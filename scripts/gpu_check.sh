@@ -3,7 +3,7 @@
 # that fails, or is killed, leaves what it had written, and the others still run.
 #
 # usage: scripts/gpu_check.sh [PART ...] [--report FILE] [--wheels FOLDER] [--dry-run] [--plan]
-#   PART       in this order: smoke, tests, kill, async, weights, deterministic, gsm8k, targets; all by default
+#   PART       in this order: smoke, tests, kill, kinds, async, weights, deterministic, gsm8k, targets; all by default
 #   --report   default: gpu_report.md, in $OUT where that is set; figures go next to it as JSON
 #   --wheels   install what is missing from this folder first (scripts/collect_wheels.sh fills it), without a network
 #   --dry-run  the same on a CPU, with tiny sizes: shows that the script itself works
@@ -23,12 +23,12 @@ while (($#)); do
         --wheels) wheels=${2:?--wheels FOLDER} && shift ;;
         --dry-run) dry_run=1 ;;
         --plan) plan=1 ;;
-        smoke | tests | kill | async | weights | deterministic | gsm8k | targets) parts+=("$1") ;;
+        smoke | tests | kill | kinds | async | weights | deterministic | gsm8k | targets) parts+=("$1") ;;
         *) echo "unknown: $1" >&2 && exit 2 ;;
     esac
     shift
 done
-((${#parts[@]})) || parts=(smoke tests kill async weights deterministic gsm8k targets)
+((${#parts[@]})) || parts=(smoke tests kill kinds async weights deterministic gsm8k targets)
 results=$(cd "$(dirname "$report")" && pwd)
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRL_EXPERIMENTAL_SILENCE=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 # nothing here needs the hub
@@ -68,7 +68,7 @@ run_smoke() {
             -m gpu -x -rA -q -p no:cacheprovider -k "static"
     else
         part "Weights between processes" 180 "$python" -m pytest tests/gpu/test_weights_cuda.py \
-            -m gpu -x -rA -s -q -p no:cacheprovider
+            -m gpu -rA -s -q -p no:cacheprovider
     fi
 }
 
@@ -78,7 +78,8 @@ run_tests() {
             -k "torn or isolation"
     else
         part "Tests marked gpu" 420 "$python" -m pytest tests/gpu -m gpu -rA -s -q -p no:cacheprovider \
-            --deselect tests/gpu/test_runs_cuda.py --deselect tests/gpu/test_weights_cuda.py
+            --deselect tests/gpu/test_runs_cuda.py --deselect tests/gpu/test_weights_cuda.py \
+            --deselect tests/gpu/test_kinds_of_run_cuda.py
     fi
 }
 
@@ -89,6 +90,17 @@ run_kill() {
     else
         QWEN3_SHAPE=0.6B part "Server killed in the middle of a run" 420 \
             "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -rA -s -q -p no:cacheprovider
+    fi
+}
+
+# Small runs that share the GPU, four at a time.
+run_kinds() {
+    if [[ $dry_run ]]; then
+        GPU_TESTS_DEVICE=cpu part "Each kind of run" 300 "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py \
+            -m gpu -rA -q -p no:cacheprovider -k "sums or tasks"
+    else
+        part "Each kind of run" 420 "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -n 4 --maxschedchunk 1 \
+            -m gpu -rA -q -p no:cacheprovider
     fi
 }
 

@@ -9,18 +9,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from on_device import ON_CPU, need_device
+from runs import DEVICES, ROOT, cli, expect_end, expect_finished, said
 
-ROOT = Path(__file__).parents[2]
 SETUP = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
 STEPS = 6
 PART_S = 180.0  # for each of the two starts
-DEVICE_ID = "cpu" if ON_CPU else "0"
 
 pytestmark = pytest.mark.gpu
 
@@ -30,28 +28,10 @@ def device() -> None:
     need_device()
 
 
-def cli(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    env = {
-        "QWEN3_SHAPE": "tiny" if ON_CPU else "0.6B",
-        "COMPLETION": "8" if ON_CPU else "256",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        "STEPS": str(STEPS),
-        "SAVE_STEPS": "2",
-    }
-    output = (folder / "output.txt").open("ab")
-    command = [sys.executable, "-m", "async_grpo.cli", *arguments]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
-
-
 def train(folder: Path, *more: str) -> subprocess.Popen[bytes]:
-    devices = ["--master-device-id", DEVICE_ID, "--worker-device-ids", f"{DEVICE_ID},{DEVICE_ID}"]
-    return cli(folder, "train", str(SETUP), *devices, "--generator", "hf", *more)
-
-
-def said(folder: Path) -> str:
-    logs = [folder / "output.txt", *sorted((folder / "worker").glob("log_*.txt"))]
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+    shape = {"QWEN3_SHAPE": "tiny", "COMPLETION": "8"} if ON_CPU else {"QWEN3_SHAPE": "0.6B", "COMPLETION": "256"}
+    env = {**shape, **os.environ, "STEPS": str(STEPS), "SAVE_STEPS": "2"}
+    return cli(folder, "train", str(SETUP), *DEVICES, "--generator", "hf", *more, **env)
 
 
 def kill_the_server(run: subprocess.Popen[bytes], folder: Path) -> None:
@@ -70,14 +50,11 @@ def test_a_server_killed_while_workers_generate_is_resumed_without_a_loss(tmp_pa
         kill_the_server(run, tmp_path)
         assert run.wait(PART_S) != 0, "the launcher says that its server was killed"
         run = train(tmp_path, "--resume")
-        assert run.wait(PART_S) == 0, said(tmp_path)
+        expect_end(run, tmp_path, PART_S)
     finally:
         if run.poll() is None:
             run.terminate()
             run.wait(60)
-    summary = json.loads((tmp_path / "worker" / "summary.json").read_text())
-    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
-    audit = cli(tmp_path, "audit", "worker")
-    assert audit.wait(60) == 0, said(tmp_path)
+    expect_finished(tmp_path, STEPS)
     lost = [line for line in said(tmp_path).splitlines() if "weights were lost" in line]
     print(f"handed back after the server's death: {lost}")
