@@ -6,6 +6,7 @@ The first two steps warm up and are not counted. Memory of a process is what nvi
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -32,9 +33,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each row")
     options = parser.parse_args()
-    print(
-        "| what | steps | seconds a step | tokens/s | trainer's memory, torch's peak | largest of each process, MiB |"
-    )
+    print("| what | steps | seconds a step (least to most) | tokens/s | torch's peak in the trainer | processes, MiB |")
     print("|---|---|---|---|---|---|")
     failed = 0
     speeds: dict[str, float] = {}
@@ -83,6 +82,7 @@ def measure(arguments: list[str], options: argparse.Namespace, *, wait: bool = F
         with (Path(folder) / "output.txt").open("wb") as output:
             run = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
             memory = watch(run, options.limit)
+        print(last_step(Path(folder) / "output.txt"), file=sys.stderr, flush=True)
         steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         counted = steps[WARM_UP - 1 :]
         if len(counted) < 2:
@@ -93,7 +93,15 @@ def measure(arguments: list[str], options: argparse.Namespace, *, wait: bool = F
         done = last["step"] - first["step"]
         each = ", ".join(str(size) for size in sorted(memory.values(), reverse=True)) or "not to be had"
         speed = (last["tokens"] - first["tokens"]) / seconds
-        return f"{done} | {seconds / done:.3f} | {speed:,.0f} | {last['memory'] / 2**20:,.0f} MiB | {each} |", speed
+        each_s = [after["time"] - before["time"] for before, after in itertools.pairwise(counted)]
+        step = f"{seconds / done:.3f} ({min(each_s):.3f} to {max(each_s):.3f})"
+        return f"{done} | {step} | {speed:,.0f} | {last['memory'] / 2**20:,.0f} MiB | {each} |", speed
+
+
+def last_step(output: Path) -> str:
+    """What the run says of its last step: how long the trainer waits, and how busy the workers are."""
+    lines = [line for line in output.read_text(errors="replace").splitlines() if " step " in line]
+    return lines[-1] if lines else "it says of no step"
 
 
 def watch(run: subprocess.Popen[bytes], limit_s: float) -> dict[str, int]:

@@ -40,7 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL_BYTES = {"cpu": 20_000_000, "cuda": 2_000_000_000}  # up to here what surrounds a copy takes too much of it
 SIZES = {"10M": 10_000_000, "100M": 100_000_000, "1B": 1_000_000_000}
 PULLS = 12  # of a reader in another process
-RAW_SAMPLE_BYTES = 1 << 29  # a raw copy covers at most this much
+RAW_SAMPLE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # a raw copy covers at most this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class RawCopy:
     """`copy_` between warm tensors, in turn over as many buffers as there are slots: caches see the same."""
 
     def __init__(self, sharing: Sharing) -> None:
-        numel = min(SIZES[sharing.size], RAW_SAMPLE_BYTES // sharing.dtype.itemsize)
+        numel = min(SIZES[sharing.size], RAW_SAMPLE_BYTES[sharing.device] // sharing.dtype.itemsize)
         self._device = sharing.device
         buffers = [torch.ones(numel, dtype=sharing.dtype, device=self._device) for _ in range(4)]
         self._trainer, self._worker, *self._slots = buffers
@@ -235,12 +235,15 @@ def measure_between(sharing: Sharing, size: str, dtype: str) -> Iterator[Row]:
             published_s, raw_publish_s = seconds(sharing.publish, sharing.device), raw.publish()
             print("pull", file=reader.stdin, flush=True)
             pulled_s, raw_pull_s = float(reader.stdout.readline()), raw.pull()
-            took.append((raw_publish_s * sharing.nbytes / published_s, raw_pull_s * sharing.nbytes / pulled_s))
+            took.append(((published_s, raw_publish_s), (pulled_s, raw_pull_s)))
         reader.stdin.close()
-    for name, shares in zip(("publish", "pull"), zip(*took[2:], strict=True), strict=True):
-        yield row(
-            f"{name}, between processes, {sharing.label}", list(shares), "of raw copy", ">= 0.85", lambda v: v >= 0.85
-        )
+    for name, pairs in zip(("publish", "pull"), zip(*took[2:], strict=True), strict=True):
+        label = f"{name}, between processes, {sharing.label}"
+        if sharing.nbytes <= SMALL_BYTES[sharing.device]:
+            yield row(label, [ours * 1e3 for ours, _ in pairs], "ms")
+            continue
+        shares = [theirs * sharing.nbytes / ours for ours, theirs in pairs]
+        yield row(label, shares, "of raw copy", ">= 0.85", lambda v: v >= 0.85)
 
 
 def private_bytes() -> int:

@@ -115,20 +115,36 @@ def memory_by_process() -> str:
 
 
 @needs_gpu
-def test_pull_across_processes_and_on_a_nearly_full_gpu(tmp_path: Path) -> None:
-    """With no room left the weights are published in host memory, and arrive all the same."""
-    handle = tmp_path / "handle.json"
+def test_a_nearly_full_gpu_has_fewer_versions_and_a_full_one_none(tmp_path: Path) -> None:
+    """With no room for two, the weights are published in host memory; a reader gets them either way."""
     tensors = counting_tensors()
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    ballast = torch.empty(free - 2 * nbytes - 1600 * MIB, dtype=torch.uint8, device=DEVICE)  # and a reader's context
-    with WeightExporter.from_tensors(tensors, handle, slots=40) as exporter:
-        assert json.loads(handle.read_text())["memory"]["kind"] == "posix", "more than there is room for"
-        exporter.publish(0)
-        with Actor("read_counting", handle, "pull", 1) as reader:
-            assert reader.answer()["torn"] == 0
+    of_a_reader = empty(1600 * MIB)  # its context and its model
+    ballast = empty(torch.cuda.mem_get_info()[0] - 10 * nbytes)
+    some, none = tmp_path / "some.json", tmp_path / "none.json"
+    with WeightExporter.from_tensors(tensors, some, slots=40) as exporter:
+        memory = json.loads(some.read_text())["memory"]
+        assert memory["kind"] == "cuda" and 2 < len(memory["blocks"]) < 40
+        del of_a_reader
+        expect_whole(exporter, some)
+    of_a_reader = empty(torch.cuda.mem_get_info()[0] - nbytes - 32 * MIB)
+    with WeightExporter.from_tensors(tensors, none, slots=2) as exporter:
+        assert json.loads(none.read_text())["memory"]["kind"] == "posix", "there is room for one"
+        del of_a_reader
+        expect_whole(exporter, none)
     assert ballast.numel()
+
+
+def empty(nbytes: int) -> torch.Tensor:
+    torch.cuda.empty_cache()
+    return torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+
+
+def expect_whole(exporter: WeightExporter, handle: Path) -> None:
+    torch.cuda.empty_cache()
+    exporter.publish(0)
+    with Actor("read_counting", handle, "pull", 1) as reader:
+        assert reader.answer()["torn"] == 0
 
 
 @needs_gpu

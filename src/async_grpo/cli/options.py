@@ -226,3 +226,5 @@ def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, o
         keep_freed_memory(os.environ)
     os.environ["FAST_INFERENCE"] = fast_inference
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Other processes share this GPU. JAX, which a reward function may import, would take three quarters of its memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -5,8 +5,10 @@ Extra `search` of the package installs it. An index on disk is memory-mapped, so
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,12 @@ def _text(passage: Any) -> str:
     return str(passage["text"]) if isinstance(passage, dict) else str(passage)
 
 
+@cache
 def _bm25s() -> Any:
+    """The package, which computes by numpy: JAX, if it found it, would take three quarters of a GPU's memory."""
+    hidden = "jax" not in sys.modules
+    if hidden:
+        sys.modules["jax"] = None  # type: ignore[assignment]  # to an import it is not there
     try:
         import bm25s
     except ImportError as error:
@@ -93,4 +100,7 @@ def _bm25s() -> Any:
             "Searching needs the package bm25s, which is not installed. Install it with "
             "`pip install 'async-grpo[search]'`."
         ) from error
+    finally:
+        if hidden:
+            sys.modules.pop("jax", None)
     return bm25s

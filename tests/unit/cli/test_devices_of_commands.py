@@ -158,6 +158,7 @@ def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     args = argparse.Namespace(log_level="INFO", launched_by=None)
     options.become_role(args, "1", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
@@ -165,6 +166,16 @@ def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+
+
+def test_what_a_reward_imports_takes_no_more_of_the_gpu_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
+    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
+    options.become_role(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +216,7 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
     with pytest.raises(Begun):
         worker_command.run(worker_command.build_parser().parse_args(["-d", "cpu"]))
     assert chosen == [worker]
-    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):
+    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
     real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
     assert os.environ["FAST_INFERENCE"] == "0"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +52,22 @@ class TestIndex:
         for query, k in (("", 1), ("capital", 0), ("capital", 11), ("capital", True), ("capital", "2"), (7, 1)):
             with pytest.raises(ValueError, match=r"query is empty|whole number"):
                 environment.search(query, k)  # type: ignore[arg-type]
+
+    def test_searching_leaves_jax_alone(self, tmp_path: Path) -> None:
+        """bm25s computes with JAX where that can be imported, and JAX reserves three quarters of the GPU for it."""
+        (tmp_path / "jax").mkdir()
+        (tmp_path / "jax" / "__init__.py").touch()
+        (tmp_path / "jax" / "lax.py").write_text("def top_k(*_):\n    raise SystemExit('JAX took the GPU')\n")
+        code = (
+            "from async_grpo.envs import Passages\n"
+            "assert Passages.of(['grass is green', 'the sky is blue']).search('sky', 1) == ['the sky is blue']\n"
+            "import jax.lax  # a reward function may still\n"
+        )
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=120
+        )
+        assert ran.returncode == 0, ran.stderr.decode()
 
     def test_an_index_on_disk(self, tmp_path: Path) -> None:
         Passages.of(["the sky is blue", "grass is green"]).save(tmp_path / "index")
