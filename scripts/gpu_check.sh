@@ -110,7 +110,7 @@ run_async() {
             --completion 8 --workers 1 --limit 120 --json "$results/gpu_async.json"
     else
         part "Asynchronous against TRL alone" 420 "$python" benchmarks/gpu_async.py --workers 1,2 --waiting \
-            --limit 95 --json "$results/gpu_async.json"
+            --completion 64 --limit 95 --json "$results/gpu_async.json"
     fi
 }
 
