@@ -149,7 +149,7 @@ chaos-vllm: .venv-vllm/.installed
 	touch $@
 
 test-experiments: .venv-experiments/.installed
-	.venv-experiments/bin/python -m pytest -n $(JOBS) tests/unit/runner tests/unit/rewards tests/with_experiments
+	.venv-experiments/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 tests/unit/runner/test_experiment_config.py tests/unit/runner/test_slurm.py tests/unit/rewards tests/with_experiments
 
 # A whole experiment, killed twice on the way. DEMO="--update-docs" puts its table and plot into the docs.
 DEMO ?=

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT, mismatch
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "src" / "app" / "trainer_setup_gsmk.py"
 SHAPES = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
 QLORA = Path(__file__).parent / "setups" / "qlora.py"
@@ -32,12 +32,6 @@ def run(cwd: Path, *arguments: str, **env: str) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-def mismatch(cwd: Path) -> list[float]:
-    """For each step with fresh rollouts, the mean difference between sampler and trainer, in log-probabilities."""
-    entries = map(json.loads, (cwd / "worker" / "metrics.jsonl").read_text().splitlines())
-    return [entry["async/logprob_mismatch"] for entry in entries if "async/logprob_mismatch" in entry]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("unsloth") is None, reason="unsloth is not installed")
