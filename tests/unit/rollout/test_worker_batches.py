@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from worker_fakes import FakeEngine, Setting, job
 
@@ -33,6 +34,7 @@ class FakeBatchEngine(BatchEngine):
         self.batches: list[list[int]] = []
         self.policy = FakePolicy()
         self.after_step: Callable[[], None] = lambda: None
+        self.before: Callable[[list[int]], None] = lambda batch: None
 
     def follow(self, weights: Any) -> FakePolicy:
         self.policy._weights = weights
@@ -40,6 +42,7 @@ class FakeBatchEngine(BatchEngine):
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
         self.batches.append([group.job.seq for group in groups])
+        self.before(self.batches[-1])
         if any(group.job.seq == self.breaks for group in groups):
             raise RuntimeError("a token that there is not")
         for step in range(1, 1 + max(self.lengths[group.job.seq] for group in groups)):
@@ -116,6 +119,62 @@ def test_an_error_in_a_batch_costs_the_group_that_it_belongs_to(tmp_path: Path) 
     assert engine.batches == [[0, 1, 2], [0], [1], [2]]
     ((seq, error),) = setting.queue.failed
     assert seq == 1 and "a token that there is not" in error
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 79.18 GiB."
+BROKEN = "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm( handle, opa, opb, m, n, k )`"
+
+
+def failing(when: Callable[[list[int]], bool], what: str) -> Callable[[list[int]], None]:
+    def before(batch: list[int]) -> None:
+        if when(batch):
+            raise (torch.OutOfMemoryError if what == OUT_OF_MEMORY else RuntimeError)(what)
+
+    return before
+
+
+def test_a_batch_that_memory_has_no_room_for_is_divided_and_none_is_as_large_again(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    engine = FakeBatchEngine(dict.fromkeys(range(7), 1))
+    engine.before = failing(lambda batch: len(batch) > 2, OUT_OF_MEMORY)
+    setting = batch_setting(tmp_path, [job(seq) for seq in range(7)], engine)
+    assert sorted(setting.run()) == [*range(7)]
+    assert engine.batches == [[0, 1, 2, 3], [0, 1], [2, 3], [4, 5], [6]]
+    assert setting.queue.failed == []
+    (said,) = warnings
+    assert said.startswith("out of memory with 4 groups of 2 completions together, so at most 2 groups from now on:")
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, BROKEN])
+def test_a_device_that_fails_for_every_group_ends_the_worker_and_no_job_fails(tmp_path: Path, error: str) -> None:
+    engine = FakeBatchEngine(dict.fromkeys(range(4), 1))
+    engine.before = failing(lambda batch: True, error)
+    setting = batch_setting(tmp_path, [job(seq) for seq in range(4)], engine)
+    with pytest.raises(GeneratorError, match=r"2 groups in a row .* no group is to blame: .*nvidia-smi names it"):
+        setting.run()
+    assert [batch for batch in engine.batches if len(batch) == 1] == [[0], [1]]
+    assert setting.queue.failed == []
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, BROKEN])
+def test_a_group_that_memory_has_no_room_for_alone_fails_after_the_others(tmp_path: Path, error: str) -> None:
+    engine = FakeBatchEngine(dict.fromkeys(range(4), 1))
+    engine.before = failing(lambda batch: 1 in batch, error)
+    setting = batch_setting(tmp_path, [job(seq) for seq in range(4)], engine)
+    assert sorted(setting.run()) == [0, 2, 3]
+    assert engine.batches[-1] == [1]
+    ((seq, said),) = setting.queue.failed
+    assert seq == 1 and error in said
+
+
+def test_groups_that_are_claimed_one_by_one_cost_a_broken_device_one_attempt(tmp_path: Path) -> None:
+    engine = FakeBatchEngine(dict.fromkeys(range(4), 1))
+    engine.before = failing(lambda batch: True, BROKEN)
+    setting = batch_setting(tmp_path, [job(seq) for seq in range(4)], engine, deterministic=True)
+    with pytest.raises(GeneratorError, match="no group is to blame"):
+        setting.run()
+    assert len(setting.queue.failed) == 1
 
 
 def test_an_engine_that_is_broken_ends_the_worker_and_no_job_fails(tmp_path: Path) -> None:
