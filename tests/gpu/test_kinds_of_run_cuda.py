@@ -78,8 +78,7 @@ def test_a_kind_of_run(name: str, tmp_path: Path) -> None:
     assert differences and max(differences) < 0.05, said(tmp_path)
 
 
-def test_two_seeds_at_once_in_a_place(tmp_path: Path) -> None:
-    """Without the devices of a single run: a sweep chooses the places."""
+def test_a_sweep_of_two_seeds_in_the_place_that_it_chooses(tmp_path: Path) -> None:
     run = cli(tmp_path, "sweep", SUMS, "--seeds", "1,2", "--steps", str(STEPS), "-n", "1")
     expect_end(run, tmp_path, RUN_S)
     print(said(tmp_path))

@@ -30,7 +30,8 @@ def device() -> None:
 
 def train(folder: Path, *more: str) -> subprocess.Popen[bytes]:
     shape = {"QWEN3_SHAPE": "tiny", "COMPLETION": "8"} if ON_CPU else {"QWEN3_SHAPE": "0.6B", "COMPLETION": "64"}
-    env = {**shape, **os.environ, "STEPS": str(STEPS), "SAVE_STEPS": "2"}
+    env = {name: os.environ.get(name, value) for name, value in shape.items()}
+    env |= {"STEPS": str(STEPS), "SAVE_STEPS": "2"}
     return cli(folder, "train", str(SETUP), *DEVICES, "--generator", "hf", *more, **env)
 
 
