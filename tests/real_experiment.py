@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,12 @@ def qsharp_on_ascents(folder: Path, **keys: Any) -> RealExperiment:
     )
 
 
-def files_of_stages(root: Path) -> dict[str, dict[str, str]]:
-    """The files of every stage, by their hashes; all stages have finished."""
+def files_of_stages(root: Path, only: Collection[str] = ()) -> dict[str, dict[str, str]]:
+    """The files of every stage, or of some, by their hashes; these stages have finished."""
     found = {}
     for name, stage in graph_of(config_of(root)).items():
-        manifest = states.manifest_of(root / stage.folder)
-        assert manifest is not None and not states.damage(root / stage.folder, manifest), name
-        found[name] = manifest.files
+        if not only or name in only:
+            manifest = states.manifest_of(root / stage.folder)
+            assert manifest is not None and not states.damage(root / stage.folder, manifest), name
+            found[name] = manifest.files
     return found

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gpu_runs import DEVICES, ROOT, cli, expect_end, expect_finished, mismatch, said
 from on_device import ON_CPU, need_device
-from runs import DEVICES, ROOT, cli, expect_end, expect_finished, mismatch, said
 
 RUN_S = 240.0
 STEPS = 6

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from gpu_runs import DEVICES, ROOT, cli, expect_end, expect_finished, said
 from on_device import ON_CPU, need_device
-from runs import DEVICES, ROOT, cli, expect_end, expect_finished, said
 
 SETUP = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
 STEPS = 6

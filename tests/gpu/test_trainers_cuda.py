@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, mismatch
+from gpu_runs import ROOT, mismatch
 
 RECIPE = ROOT / "src" / "app" / "trainer_setup_gsmk.py"
 SHAPES = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"

@@ -6,12 +6,13 @@ It is resumed from the start: Hydra, which composes a new one, cannot be install
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from async_grpo_experiments.runner import states
-from real_experiment import files_of_stages, qsharp_on_ascents
+from real_experiment import DEADLINE_S, files_of_stages, qsharp_on_ascents
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -28,18 +29,25 @@ def finished_part(root: Path, copy: Path) -> Path:
 def test_a_kill_of_the_runner_in_the_second_round_changes_nothing(tmp_path: Path) -> None:
     experiment = qsharp_on_ascents(tmp_path)
     root = experiment.begin()
-    second = "jobs/QSharp_tiny_ascents_r2"
+    second = "QSharp_tiny_ascents_r2"
     runner = experiment.start(f"resume_from={root}")
-    groups = f"{second}/generating/done/**/*"
+    groups = f"jobs/{second}/generating/done/**/*"
     experiment.until(runner, lambda: [one for one in root.glob(groups) if one.is_file()])
     runner.kill()
     runner.wait()
     unkilled = finished_part(root, tmp_path / "outputs" / "x" / "unkilled")
-    assert not list(unkilled.glob(f"{second}/*"))
+    assert not list(unkilled.glob(f"jobs/{second}/*"))
+
+    beside = experiment.start(f"resume_from={unkilled}")
     assert experiment.run(f"resume_from={root}") == 0
-    assert experiment.run(f"resume_from={unkilled}") == 0
-    assert files_of_stages(root) == files_of_stages(unkilled)
+    experiment.until(beside, lambda: (unkilled / "jobs" / second / "model" / states.MANIFEST).exists())
+    beside.send_signal(signal.SIGINT)  # what it evaluates comes of these files
+    assert beside.wait(DEADLINE_S) in (0, 130)
+    found = files_of_stages(root)
+    compared = [f"{second}.generate", f"{second}.train"]
+    assert files_of_stages(unkilled, only=compared) == {name: found[name] for name in compared}
+
     starts = [line.split()[2] for line in (root / "run.log").read_text().splitlines() if " starts on " in line]
     again = {name for name in starts if starts.count(name) > 1}
     evaluations = {"QSharp_tiny_ascents_r1.evaluate", "reference_tiny_ascents.evaluate"}  # one may run beside it
-    assert {"QSharp_tiny_ascents_r2.generate"} <= again <= {"QSharp_tiny_ascents_r2.generate", *evaluations}
+    assert {f"{second}.generate"} <= again <= {f"{second}.generate", *evaluations}
