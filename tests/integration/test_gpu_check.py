@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
+from patience import is_gone, until
+
 pytestmark = pytest.mark.integration
 
 
@@ -64,6 +66,20 @@ def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) ->
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGKILL)
     assert "half a figure" in report.read_text()
+
+
+def test_a_check_that_is_ended_ends_the_part_that_runs(tmp_path: Path) -> None:
+    """What it left behind would share the GPU with what is measured next."""
+    slow = tmp_path / "python"
+    slow.write_text('#!/bin/sh\ncase $1 in *.py) echo $$ >"$OUT/pid"; exec sleep 600 ;; *) exit 0 ;; esac\n')
+    slow.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(slow), "OUT": str(tmp_path)}
+    script = ROOT / "scripts" / "gpu_check.sh"
+    with subprocess.Popen([str(script), "weights", "--dry-run"], env=env) as running:
+        pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the part's pid"))
+        running.terminate()
+        assert running.wait(60) == 143
+    until(lambda: is_gone(pid), "the part's end")
 
 
 def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
