@@ -17,8 +17,8 @@ TITLES = {
     "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
     "gpu_weights": (
         "Sharing weights on a GPU",
-        "1 B parameters in 400 tensors, with nothing beside it. Figures called *raw* are a plain copy on the GPU, in "
-        "the same run. What surrounds a copy weighs on 2 GB (bf16). More in [gpu.md](gpu.md).",
+        "1 B parameters in 400 tensors, with nothing beside it. Figures called *raw* are a plain copy of half a "
+        "gigabyte on the GPU, in the same run. What surrounds a copy weighs on 2 GB (bf16). More in [gpu.md](gpu.md).",
     ),
     "job_queue": ("The job queue", "Compared with other queues for one machine, in one run."),
     "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),

@@ -45,7 +45,7 @@ def expect_finished(folder: Path, steps: int) -> None:
     """A run of so many steps, whose files prove that each group was trained on once."""
     summary = json.loads((folder / "worker" / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", steps)
-    assert cli(folder, "audit", "worker").wait(AUDIT_S) == 0, said(folder)
+    expect_end(cli(folder, "audit", "worker"), folder, AUDIT_S)
 
 
 def mismatch(folder: Path) -> list[float]:

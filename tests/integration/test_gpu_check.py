@@ -51,14 +51,19 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
         assert "**Failed** with exit code 1" in section
 
 
-def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) -> None:
-    """The machine may be taken away in the middle of a part. By default the report is where OUT says."""
+def slow_check(tmp_path: Path, benchmark: str) -> subprocess.Popen[bytes]:
+    """The part `weights`, with a Python that runs this line of a shell in place of the benchmark."""
     slow = tmp_path / "python"
-    slow.write_text("#!/bin/sh\ncase $1 in *.py) echo half a figure; sleep 60 ;; *) exit 0 ;; esac\n")
+    slow.write_text(f"#!/bin/sh\ncase $1 in *.py) {benchmark} ;; *) exit 0 ;; esac\n")
     slow.chmod(0o755)
     env = {**os.environ, "PYTHON": str(slow), "OUT": str(tmp_path)}
     script = ROOT / "scripts" / "gpu_check.sh"
-    with subprocess.Popen([str(script), "weights", "--dry-run"], env=env, start_new_session=True) as running:
+    return subprocess.Popen([str(script), "weights", "--dry-run"], env=env, start_new_session=True)
+
+
+def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) -> None:
+    """The machine may be taken away in the middle of a part. By default the report is where OUT says."""
+    with slow_check(tmp_path, "echo half a figure; sleep 60") as running:
         report = tmp_path / "gpu_report.md"
         deadline = time.monotonic() + 60
         while not (report.exists() and "half a figure" in report.read_text()):
@@ -69,13 +74,8 @@ def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) ->
 
 
 def test_a_check_that_is_ended_ends_the_part_that_runs(tmp_path: Path) -> None:
-    """What it left behind would share the GPU with what is measured next."""
-    slow = tmp_path / "python"
-    slow.write_text('#!/bin/sh\ncase $1 in *.py) echo $$ >"$OUT/pid"; exec sleep 600 ;; *) exit 0 ;; esac\n')
-    slow.chmod(0o755)
-    env = {**os.environ, "PYTHON": str(slow), "OUT": str(tmp_path)}
-    script = ROOT / "scripts" / "gpu_check.sh"
-    with subprocess.Popen([str(script), "weights", "--dry-run"], env=env) as running:
+    """A part that is left behind would share the GPU with what is measured next."""
+    with slow_check(tmp_path, 'echo $$ >"$OUT/pid"; exec sleep 600') as running:
         pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the part's pid"))
         running.terminate()
         assert running.wait(60) == 143

@@ -90,9 +90,10 @@ def _text(passage: Any) -> str:
 @cache
 def _bm25s() -> Any:
     """The package, which computes by numpy: JAX, if it found it, would take three quarters of a GPU's memory."""
-    hidden = "jax" not in sys.modules
+    modules: dict[str, Any] = sys.modules
+    hidden = "jax" not in modules
     if hidden:
-        sys.modules["jax"] = None  # type: ignore[assignment]  # to an import it is not there
+        modules["jax"] = None  # Python's import then says that there is no such package
     try:
         import bm25s
     except ImportError as error:
@@ -102,5 +103,5 @@ def _bm25s() -> Any:
         ) from error
     finally:
         if hidden:
-            sys.modules.pop("jax", None)
+            modules.pop("jax", None)
     return bm25s

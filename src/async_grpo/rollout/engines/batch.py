@@ -12,6 +12,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from loguru import logger
 
 from async_grpo.errors import GeneratorError, reason_of
+from async_grpo.formatting import counted
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.telemetry.activity import activity
 
@@ -89,8 +90,8 @@ class BatchEngine(ABC):
             self._fits = half = (len(groups) + 1) // 2
             completions = len(groups[0].prompt_ids)
             logger.warning(
-                "out of memory with {} groups of {} completions together, so at most {} groups from now on: {}",
-                *(len(groups), completions, half, reason_of(error)),
+                "out of memory with {} groups of {} completions together, so at most {} from now on: {}",
+                *(len(groups), completions, counted(half, "group"), reason_of(error)),
             )
             parts = [groups[:half], groups[half:]]
         self._waiting.extendleft(reversed(parts))
