@@ -73,6 +73,7 @@ CPU = "cpu"  # as a device
 Way = Literal["auto", "ipc", "host"]  # of publishing weights
 OFF = "off"
 STEP_SCALINGS = (OFF, "ess", "ess-token")
+NO_PADDING, PADDING_OF_TRL = PADDINGS = ("none", "trl")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 STALL_WARNING_S = 60.0
@@ -258,6 +259,11 @@ class TrainingSettings:
     )
     step_scaling: str = setting(
         OFF, "scale each step's rate by the root of its effective sample size (default: off)", choices=STEP_SCALINGS
+    )
+    padding: str = setting(
+        NO_PADDING,
+        "none: padding is not computed in a training step; trl: it is, as TRL does (default: none)",
+        choices=PADDINGS,
     )
     accept_mismatch: bool = setting(
         False, "train on, with a warning, where trainer and sampler disagree on rollouts of the same weights"

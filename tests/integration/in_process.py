@@ -30,6 +30,7 @@ from async_grpo.rollout.engines.choice import transformers_engine
 from async_grpo.rollout.generation import Generation, generation
 from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.settings import NO_PADDING
 from async_grpo.setup.generator_choice import HF
 from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
@@ -248,6 +249,7 @@ class InProcessRun(TrainingEvents):
         engine: samples in place of the worker's model.
         correction: what is done about stale groups.
         fresh: how far trainer and sampler may be apart on fresh groups; None: nobody looks.
+        padding: `none` of it is computed, or it is as in `trl`.
     """
 
     def __init__(
@@ -258,6 +260,7 @@ class InProcessRun(TrainingEvents):
         engine: Engine | None = None,
         correction: str | Rule = "bypass",
         fresh: Bound | None = None,
+        padding: str = NO_PADDING,
     ) -> None:
         self.trainer = get_trainer()
         with built_for_a_worker(1):
@@ -276,7 +279,7 @@ class InProcessRun(TrainingEvents):
         self.versions: list[int] = []  # the trainer's, when it took the batch
         self.checkpoints: list[str] = []
         correction = correction if isinstance(correction, Rule) else rule(correction)
-        make_async(self.trainer, self, correction=correction, fresh=fresh)
+        make_async(self.trainer, self, correction=correction, fresh=fresh, padding=padding)
         self.trainer.correct = Recorded(self.trainer.correct, self._corrected)
 
     def train(self) -> InProcessRun:

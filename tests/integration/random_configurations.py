@@ -100,6 +100,15 @@ def trainer_of(seed: int, output_dir: Path, model_folder: str) -> Callable[..., 
     return settings(output_dir, given, **changes)
 
 
+def padding_of(seed: int) -> str:
+    """Whether padding is computed in the configuration of this seed.
+
+    It is where a loss has a threshold among its tokens: rounding decides on which side of it the nearest one is.
+    """
+    drawn = random.Random(f"padding {seed}").choice(["none", "none", "trl"])
+    return "trl" if draw(seed, "")["top_entropy_quantile"] < 1.0 else drawn
+
+
 def _one_of(chance: random.Random, values: Sequence[Any]) -> Any:
     return values[0] if chance.random() < 0.5 else chance.choice(values[1:])
 

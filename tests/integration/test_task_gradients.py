@@ -21,7 +21,7 @@ IN_PARTS = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_de
 
 def trained(tmp_path: Path, mtl: str, **changes: Any) -> InProcessRun:
     settled = {"per_device_train_batch_size": 5 * GROUP_SIZE, "max_steps": 3, "scale_rewards": "none", **changes}
-    return InProcessRun(trainer_of(tmp_path, {"mtl": mtl}, **settled)).train()
+    return InProcessRun(trainer_of(tmp_path, {"mtl": mtl}, **settled), padding="trl").train()
 
 
 def farthest(ours: InProcessRun, theirs: InProcessRun) -> float:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from compared_with_trl import run_as_trl_would
-from random_configurations import trainer_of
+from random_configurations import padding_of, trainer_of
+
+from async_grpo.setup import pieces
 
 pytestmark = pytest.mark.integration
 
@@ -17,8 +19,13 @@ DRAWN = int(os.environ.get("RANDOM_CONFIGURATIONS", "30"))
 """How many configurations the slow test draws; `make chaos` sets the variable, to 300 unless told otherwise."""
 
 
+@pytest.fixture(autouse=True)
+def every_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pieces.SMALLEST, "cpu", 0.0)
+
+
 def compare(seed: int, folder: Path, model_folder: str) -> Any:
-    run, _ = run_as_trl_would(trainer_of(seed, folder, model_folder))
+    run, _ = run_as_trl_would(trainer_of(seed, folder, model_folder), padding=padding_of(seed))
     return run.logs
 
 

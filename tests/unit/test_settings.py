@@ -73,6 +73,7 @@ OTHER_TRAINING = TrainingSettings(
     correction_min=0.5,
     correction_max=3.0,
     step_scaling="ess",
+    padding="trl",
     accept_mismatch=True,
     filter_zero_variance=True,
     weights="host",

@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     correction_min: float | None
     correction_max: float | None
     step_scaling: str
+    padding: str
     accept_mismatch: bool
     filter_zero_variance: bool
     weights: Literal["auto", "ipc", "host"]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, PreTrainedConfig
 
+from async_grpo.setup.pieces import Pieces
 from async_grpo.setup.trl_compat import is_adapter
 
 FOLDER = "critic"
@@ -40,31 +41,47 @@ class Critic:
     Args:
         model: on any device; returns an object with `logits` [B, P + T, 1].
         learning_rate, max_grad_norm: of its own optimizer.
+        pieces: computes batches without their padding; None: with it.
     """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, *, learning_rate: float, max_grad_norm: float):
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Accelerator,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        pieces: Pieces | None = None,
+    ) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         self._accelerator, self._max_grad_norm = accelerator, max_grad_norm
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self._pieces = pieces
 
-    def values(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the value of each token of the completions before it was written, [B, T]."""
+    def values(self, batch: Mapping[str, Tensor], rows: int | None = None) -> Tensor:
+        """Compute the value of each token of the completions before it was written, [B, T].
+
+        Args:
+            rows: completions at a time; None: all.
+        """
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        width = batch["completion_ids"].shape[1]
-        values = self.model(input_ids=ids, attention_mask=attention_mask).logits[:, -width - 1 : -1, 0]
-        return values.float()
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        width, rows = batch["completion_ids"].shape[1], rows or len(ids)
+
+        def compute(ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor]:
+            return (self.model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1, 0].float(),)
+
+        if self._pieces is None:
+            parts = zip(torch.split(ids, rows), torch.split(mask, rows), strict=True)
+            return torch.cat([compute(*part, width)[0] for part in parts])
+        values: Any = self._pieces(self.model, compute, ids, mask, width, rows)[0][0]
+        return values
 
     def old_values(self, batch: Mapping[str, Tensor], rows: int) -> Tensor:
         """Compute `values` of a generation batch as they are before any update on it, `rows` completions at a time."""
         self.model.eval()
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         with torch.no_grad():
-            parts = [
-                self.values({name: batch[name][start : start + rows] for name in names})
-                for start in range(0, len(batch["prompt_ids"]), rows)
-            ]
-        return torch.cat(parts)
+            return self.values(batch, rows)
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:

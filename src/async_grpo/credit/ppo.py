@@ -32,8 +32,10 @@ from async_grpo.credit.ppo_config import PPOConfig
 from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.credit.trainer import TurnGRPOTrainer
 from async_grpo.records import RolloutGroup
+from async_grpo.settings import NO_PADDING, PADDING_OF_TRL
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import has_images
+from async_grpo.setup.pieces import Pieces
 
 _OF_GROUPS = ("credit", "turn_advantage_coef", "turn_discount", "no_turn_reward", "original")
 _SAME = {  # verl's name of a figure, and TRL's
@@ -100,7 +102,8 @@ class PPOTrainer(RarelyTimed, TurnGRPOTrainer, Algorithm):
                 module.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         rate, norm = args.critic_learning_rate, args.critic_max_grad_norm
-        self._critic = Critic(module, self.accelerator, learning_rate=rate, max_grad_norm=norm)
+        pieces = Pieces(self.accelerator) if getattr(self, "padding", PADDING_OF_TRL) == NO_PADDING else None
+        self._critic = Critic(module, self.accelerator, learning_rate=rate, max_grad_norm=norm, pieces=pieces)
         if resume_from_checkpoint is not None:
             coefficient = self._critic.load(Path(resume_from_checkpoint))
             self.kl_coef = coefficient if args.kl_ctrl == "adaptive" else self.kl_coef

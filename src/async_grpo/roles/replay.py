@@ -148,7 +148,8 @@ def _replay(options: ReplayOptions, record: _ReplayRecord, output_dir: Path) -> 
     steps = counted(options.steps or record.steps, "step")
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
-    _train(trainer, _groups_of(record.history, record.files, state.run_id, sampled_by), correction, output_dir)
+    groups = _groups_of(record.history, record.files, state.run_id, sampled_by)
+    _train(trainer, groups, correction, training.padding, output_dir)
     return _outcome(trainer, output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
 
 
@@ -226,7 +227,9 @@ def _group(file: Path, run_id: str) -> RolloutGroup:
         return decode_group(data, parse_name(file.name), run_id)
 
 
-def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, output_dir: Path) -> None:
+def _train(
+    trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, padding: str, output_dir: Path
+) -> None:
     """Train `trainer` on `batches`; its weights, curves and metrics are in `output_dir` afterwards."""
     from async_grpo.training import trl_trainer
     from async_grpo.training.corrections.checks import check
@@ -238,7 +241,7 @@ def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule
             return next(batches)
 
     check(correction, trainer, own_loss=has_own_loss(trainer))
-    trl_trainer.make_async(trainer, Replay(), correction=correction)
+    trl_trainer.make_async(trainer, Replay(), correction=correction, padding=padding)
     try:
         with closing(RunLog(output_dir / "metrics.jsonl", REPLAY_LINE)) as log:
             report(trainer, log, output_dir / "tensorboard")

@@ -24,7 +24,7 @@ _OF_A_PROCESS = (
     *("worker_restarts", "jobs_quarantined", "groups_dropped"),
 )
 _OF_SOME = (
-    *("resumed_from", "rollouts_before", "reward_first", "reward_last"),
+    *("resumed_from", "rollouts_before", "reward_first", "reward_last", "padding_fraction"),
     *("accuracy_before", "accuracy_after", "evaluated_before", "evaluated_after"),
 )
 _PAIRS = (  # where the one is there, the other is
@@ -144,6 +144,8 @@ def _of_process(figures: dict[str, Any], run: RunDir) -> list[Row]:
         ("workers busy", f"{figures['worker_busy_fraction']:.0%} of the time"),
         ("worker restarts", str(figures["worker_restarts"])),
     ]
+    if "padding_fraction" in figures:
+        rows.insert(2, ("trainer computed", f"{figures['padding_fraction']:.2f} × the real tokens"))
     if figures.get("workers_lost"):
         rows.append(("workers lost at the end", ", ".join(map(str, figures["workers_lost"]))))
     if figures["jobs_quarantined"]:

@@ -81,7 +81,7 @@ def _progress(view: RunView) -> RenderableType:
 
 
 def _figures(view: RunView) -> str:
-    """`reward 0.969 · 854 rollouts/s · staleness 1.0`."""
+    """`reward 0.969 · 854 rollouts/s · staleness 1.0 · computes 1.08 × the real tokens`."""
     if (rates := view.rates) is None:
         return ""
     per_second = rates.rollouts_per_second
@@ -89,6 +89,7 @@ def _figures(view: RunView) -> str:
         ("reward {:.3f}", rates.reward),
         ("{:.0f} rollouts/s" if per_second and per_second >= 9.95 else "{:.1f} rollouts/s", per_second),
         ("staleness {:.1f}", rates.staleness_mean),
+        ("computes {:.2f} × the real tokens", rates.padding_fraction),
     )
     return " · ".join(text.format(value) for text, value in parts if value is not None)
 

@@ -19,7 +19,8 @@ from async_grpo.errors import UsageError
 
 Tensor = torch.Tensor
 OF_ROWS = ("grpo", "sapo", "luspo", "dr_grpo")  # losses that are means over rows
-OF_TOKENS = ("bnpo",)  # over the tokens of a micro-batch; the others divide by the tokens of the whole batch
+OF_TOKENS = ("bnpo",)  # over the tokens of a micro-batch
+OF_BATCHES = ("cispo", "dapo", "vespo")  # sums over rows, divided by the tokens of the whole batch
 TASK = "task_index"  # the column of a batch
 WEIGHTINGS = {  # of torchjd: without a state, and without the solver of another package
     "pcgrad": "PCGradWeighting",
@@ -39,25 +40,34 @@ def require_shares(trainer: Any, method: str) -> None:
         raise UsageError(f"mtl=\"{method}\" needs torchjd: pip install 'async-grpo[tasks]'")
     if trainer.is_deepspeed_enabled:
         raise UsageError(f'mtl="{method}" needs the gradients of each task, which DeepSpeed keeps: take FSDP2 or DDP.')
+    for name, is_used in not_sums(trainer).items():
+        if is_used:
+            raise UsageError(f'mtl="{method}" and {name}: the losses of tasks would not sum to TRL\'s. Leave one out.')
+
+
+def not_sums(trainer: Any) -> dict[str, bool]:
+    """What makes TRL's loss of a micro-batch more than a sum over its rows, and whether this trainer has it."""
     args = trainer.args
-    others = {
+    return {
         "entropy_coef": getattr(args, "entropy_coef", 0.0) not in (0.0, None),
         "use_adaptive_entropy": bool(getattr(args, "use_adaptive_entropy", False)),
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,
         "router_aux_loss_coef": bool(getattr(trainer, "aux_loss_enabled", False)),
         "use_liger_kernel": bool(getattr(trainer, "use_liger_kernel", False)),
     }
-    for name, is_used in others.items():
-        if is_used:
-            raise UsageError(f'mtl="{method}" and {name}: the losses of tasks would not sum to TRL\'s. Leave one out.')
 
 
 def dealt(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of these micro-batches, with as many of each task in each of them as possible."""
     tasks = torch.cat([batch[TASK] for batch in batches])
     order = torch.argsort(tasks, stable=True)
-    whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
+    whole = joined(batches)
     return [rows_of(whole, order[start :: len(batches)]) for start in range(len(batches))]
+
+
+def joined(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows of all batches, one after the other."""
+    return {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -17,7 +17,7 @@ from async_grpo.rundir.shape import is_number, shaped
 RESUMED = "resumed"  # of a line that says from which step a resumed run goes on
 _NUMBERS = (  # of an entry, where it has them; nothing relies on the others
     *("reward", "eval_success_rate", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
-    *("async/staleness_mean", "async/staleness_max"),
+    *("async/staleness_mean", "async/staleness_max", "async/padding_fraction"),
 )
 
 Entry = dict[str, Any]  # a line of the file

@@ -197,6 +197,7 @@ class Rates:
     reward: float | None  # of the last step
     staleness_mean: float | None
     staleness_max: float | None
+    padding_fraction: float | None = None
 
 
 def last_steps(path: Path, now: float, since: float) -> list[dict[str, Any]]:
@@ -233,6 +234,7 @@ def rates(steps: list[dict[str, Any]], now: float) -> Rates | None:
         rollouts_per_second=_mean_over_time(steps, "async/rollouts_per_second"),
         reward=last.get("reward"),
         staleness_mean=last.get("async/staleness_mean"),
+        padding_fraction=last.get("async/padding_fraction"),
         staleness_max=last.get("async/staleness_max"),
     )
 

@@ -149,7 +149,7 @@ class Parts:
         noisy = rule.name == "none" or describe_noise(trainer)
         stops = not (settings.accept_mismatch or self.resumed or noisy)
         bound = bound_of(trainer, self._sampled, settings.publish_dtype, stops=stops)
-        trl_trainer.make_async(trainer, events, correction=rule, fresh=bound)
+        trl_trainer.make_async(trainer, events, correction=rule, fresh=bound, padding=settings.padding)
         curves = self._report()
         write_json(self.run.hyperparameters, hyperparameters(trainer, settings))
         return curves

@@ -215,7 +215,7 @@ class Follower(TrainingEvents):
         self._ranks = ranks
         self._staging: Path | None = None  # where checkpoints are written
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
-        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound())
+        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound(), padding=settings.padding)
 
     def train(self) -> None:
         """Train as long as rank 0 does."""

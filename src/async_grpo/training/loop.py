@@ -59,6 +59,12 @@ class AsyncTraining(TrainingEvents):
     def total_steps(self) -> int:
         return int(self._trainer.state.max_steps)
 
+    @property
+    def padding_fraction(self) -> dict[str, float]:
+        """Tokens that were computed in training steps over those that are there; empty before the first."""
+        there = self._trainer.tokens_there
+        return {"padding_fraction": round(self._trainer.tokens_computed / there, 3)} if there else {}
+
     def train(self) -> bool:
         """Train to the last step; True when it was reached, False when the run was asked to stop before."""
         checkpoint = self._resumed.path if self._resumed else None

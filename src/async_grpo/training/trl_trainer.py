@@ -20,6 +20,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
+from async_grpo.settings import NO_PADDING
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
@@ -246,7 +247,14 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
     return completions[trainer.accelerator.process_index * size :][:size]
 
 
-def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule, fresh: Bound | None = None) -> None:
+def make_async(
+    trainer: GRPOTrainer,
+    events: TrainingEvents,
+    *,
+    correction: Rule,
+    fresh: Bound | None = None,
+    padding: str = NO_PADDING,
+) -> None:
     """Give this very trainer object a class that takes its rollouts from `events`.
 
     Weights are published once the user's callbacks have heard that the training begins or a step ends, and may have
@@ -256,7 +264,7 @@ def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
     _take_methods_off(trainer, {name for base in bases for cls in base.__mro__[:-1] for name in vars(cls)})
     trainer.__class__ = adapter(type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {}))
-    trainer.events = events
+    trainer.events, trainer.padding = events, padding
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [it for it in callbacks if type(it) not in (ProgressCallback, PrinterCallback)]
     callbacks.insert(0, _EventsCallback(trainer))

@@ -78,6 +78,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "correction_min": (["--correction-min", "0.5"], REFUSED, "plan.training.correction_min", 0.5),
     "correction_max": (["--correction-max", "4"], REFUSED, "plan.training.correction_max", 4.0),
     "step_scaling": (["--step-scaling", "ess"], REFUSED, "plan.training.step_scaling", "ess"),
+    "padding": (["--padding", "trl"], REFUSED, "plan.training.padding", "trl"),
     "accept_mismatch": (["--accept-mismatch"], REFUSED, "plan.training.accept_mismatch", True),
     "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "plan.training.filter_zero_variance", True),
     "weights": (["--weights", "auto"], REFUSED, "plan.training.weights", "auto"),

@@ -31,7 +31,7 @@ def test_the_steps_that_were_done_are_told(
     state = SimpleNamespace(global_step=done, max_steps=9)
     trainer = SimpleNamespace(state=state, save_model=interrupted)
     with pytest.raises(replay.ReplayStoppedError, match=says):
-        replay._train(trainer, iter([]), rule("bypass", None, None, None), tmp_path)
+        replay._train(trainer, iter([]), rule("bypass", None, None, None), "none", tmp_path)
 
 
 def test_before_the_first_step_nothing_was_written(

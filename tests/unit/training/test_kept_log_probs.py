@@ -137,6 +137,7 @@ class FullSoftmax:
 
 
 class Corrected(CorrectedLoss, FullSoftmax):
+    model = torch.nn.Identity().eval()
     _kept = columns([(np.array([1], np.int32), np.array([4], np.int32))] * 2, 1, torch.device("cpu"))
 
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Notes, noted
 from async_grpo.checks.differential.user_code import note_callbacks, note_methods, note_rewards_and_tools
 from async_grpo.setup.replaced import adapter
+from async_grpo.training.padding import Unpadded, exchanging
 
 HOOKS = ("compute_loss", "_get_per_token_logps_and_entropies")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
@@ -91,6 +92,8 @@ class TrainingRecorder(TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         trained = [(name, it) for name, it in self._trainer.model.named_parameters() if it.requires_grad]
         self._notes.add("weights", numbers={name: _norm(it) for name, it in trained})
+        if isinstance(self._trainer, Unpadded):
+            self._notes.add("padding", computed=self._trainer.tokens_computed, exchanging=exchanging(self._trainer))
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -19,6 +19,7 @@ _SAMPLER = "old_per_token_logps"
 _OURS = {_SAMPLER, "sampling_per_token_logps", "importance_sampling_ratio", "policy_version", "is_long"}
 _LOGPROBS = "logprobs"
 _TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+_OF_MICRO_BATCHES = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")  # TRL's means over them
 _NOT_COMPARED = ("async/", "timing_s/", "perf/")  # ours, and speeds of a critic's trainer
 _SAMPLER_BOUND, _SAMPLER_BOUND_HALF = 0.02, 0.5  # nats a token, on average
 _TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
@@ -29,7 +30,9 @@ Step = Mapping[str, float]
 
 def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
     """One line for each subject. A model with dropout makes other numbers, and that is documented."""
-    ours, theirs = [*batches_of(scratch, SERVER)], [*batches_of(scratch, PLAIN)]
+    padding = next(note for note in server if note["kind"] == "padding")
+    count = padding["exchanging"]
+    ours, theirs = (_of_steps([*batches_of(scratch, role)], count) for role in (SERVER, PLAIN))
     is_whole = facts.precision == "float32"
     tolerance = _TOLERANCE if is_whole else _TOLERANCE_HALF
     shuffling = {note["of"] for note in plain if note["kind"] == "scored" and "torch" in note.get("moved", ())}
@@ -37,11 +40,40 @@ def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Se
     numbers = [
         _sampler(ours, _SAMPLER_BOUND if is_whole else _SAMPLER_BOUND_HALF),
         _logprobs(ours, theirs, tolerance),
-        *(_numbers(subject, server, plain, tolerance) for subject in _STEPS),
+        *(_numbers(subject, server, plain, tolerance, count) for subject in _STEPS),
     ]
     for line in numbers:
         dropped = facts.dropout and line.status is Status.DIFFERS
         yield documented(line.subject, line.found, facts.dropout) if dropped else line
+    whole = sum(batch[name].size for batch in theirs for name in ("prompt_ids", "completion_ids") if name in batch)
+    if padding["computed"] < whole or count > 1:
+        yield _padding(padding, whole, {line.subject: line.found for line in numbers})
+
+
+def _padding(padding: Note, whole: int, found: Mapping[str, str]) -> Line:
+    apart = f"log-probs {found['log-probs']}; gradients: {found['gradients']}"
+    cause = ""
+    if padding["exchanging"] > 1:
+        cause = (
+            f"Rows have changed places among the {padding['exchanging']} micro-batches of a step, so what TRL averages "
+            "over micro-batches was not compared: entropy, KL and clipped shares. --padding trl leaves them in place."
+        )
+    tokens = f"{padding['computed']:,} tokens, in plain TRL {whole:,}"
+    return documented("padding", f"computed in pieces without it: {tokens}; {apart}", cause)
+
+
+def _of_steps(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """The rows of each `count` micro-batches together, in an order that does not depend on how they were dealt."""
+    if count == 1:
+        return list(batches)
+    found: list[Batch] = []
+    for start in range(0, len(batches), count):
+        parts = batches[start : start + count]
+        whole = {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
+        rows = [row.tobytes() for row in np.concatenate([whole["prompt_ids"], whole["completion_ids"]], axis=1)]
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        found.append({name: it[order] if len(it) == len(rows) else it for name, it in whole.items()})
+    return found
 
 
 def _batches(ours: Sequence[Batch], theirs: Sequence[Batch], shuffling: Sequence[str]) -> Line:
@@ -123,12 +155,20 @@ _STEPS: dict[str, tuple[str, Callable[[Step, str], float], str]] = {
 """By subject: the kind of the notes, what a difference is a share of, and a sentence."""
 
 
-def _numbers(subject: str, server: Sequence[Note], plain: Sequence[Note], tolerance: float) -> Line:
-    """Compare numbers by their names, step by step."""
+def _numbers(subject: str, server: Sequence[Note], plain: Sequence[Note], tolerance: float, count: int) -> Line:
+    """Compare numbers by their names, step by step.
+
+    Args:
+        count: micro-batches that may have exchanged rows.
+    """
     kind, whole, words = _STEPS[subject]
-    mine, reference = (
-        [_of_trl(note["numbers"]) for note in notes if note["kind"] == kind] for notes in (server, plain)
-    )
+    mine, reference = ([_of_trl(note["numbers"]) for note in of if note["kind"] == kind] for of in (server, plain))
+    if count > 1 and kind == "loss":
+        mine, reference = (
+            [_summed(of[at : at + count]) for at in range(0, len(of), count)] for of in (mine, reference)
+        )
+    elif count > 1:
+        mine, reference = ([_but_means(step) for step in of] for of in (mine, reference))
     names = [Counter({name for step in steps for name in step}) for steps in (mine, reference)]
     if missing := told_apart(*names):
         return differs(subject, missing)
@@ -141,6 +181,14 @@ def _numbers(subject: str, server: Sequence[Note], plain: Sequence[Note], tolera
     if gap <= tolerance:
         return equal(subject, found)
     return differs(subject, f"{found}: {name} {ours:.6g}, in plain TRL {theirs:.6g}")
+
+
+def _summed(losses: Sequence[Step]) -> Step:
+    return {"loss": sum(step["loss"] for step in losses)}
+
+
+def _but_means(numbers: Step) -> Step:
+    return {name: value for name, value in numbers.items() if not name.startswith(_OF_MICRO_BATCHES)}
 
 
 def _of_trl(numbers: Step) -> Step:

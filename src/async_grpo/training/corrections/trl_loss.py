@@ -27,16 +27,14 @@ from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Row
 from async_grpo.training.corrections.report import CLIPPING_LOSSES, Append, Clip
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.step_scaling import UNITS, StepScaling
+from async_grpo.training.padding import Unpadded
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-    from trl import GRPOTrainer as UserTrainer
-else:  # the user's class takes this place at run time
-    UserTrainer = object
 
 
 @adapter
-class CorrectedLoss(UserTrainer):
+class CorrectedLoss(Unpadded):
     """Put before the user's trainer class: TRL's loss, with the weights of `correct`, over the kept tokens."""
 
     correct: Correction
@@ -61,6 +59,9 @@ class CorrectedLoss(UserTrainer):
     def kept_columns(self) -> dict[str, torch.Tensor]:
         """What the loss needs to know of kept tokens, as entries of the batch that was begun."""
         return self._kept or {}
+
+    def stays_whole(self) -> bool:
+        return self._kept is not None  # kept tokens are told apart by their place in the batch
 
     def end_batch(self) -> None:
         """TRL has assembled the batch, or has failed to."""
