@@ -17,6 +17,7 @@ SCORE_CONCURRENCY = 16
 
 TRL = Side(name="TRL, one process")
 TRL_PASSIVE = Side(name="TRL, one process, waiting threads sleep", passive=True)
+TRL_UNPADDED = Side(name="TRL, one process, without padding", unpadded=True)
 ONE_THREAD = Side(name="TRL, one thread", threads=1)
 ONE_WORKER = Side(name="server + 1 worker", workers=1)
 ONE_WORKER_ALL_THREADS = Side(
@@ -31,6 +32,9 @@ TWO_WORKERS_ALL_THREADS = Side(
 )
 DEFAULTS = Side(name="server + 2 workers, no flags", workers=2)
 TWO_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--groups-per-claim", "8"))
+TWO_WORKERS_PADDED = replace(
+    TWO_WORKERS, name="server + 2 workers, --padding trl", flags=(*TWO_WORKERS.flags, "--padding", "trl")
+)
 ONE_WIDE_WORKER = Side(  # as much at once as the default bound of staleness admits
     name="server + 1 worker, 20 groups a claim", workers=1, flags=("--groups-per-claim", "20")
 )
@@ -119,7 +123,7 @@ class Contest:
 
     def trl(self) -> list[Run]:
         """The faster run of plain TRL with all cores, in each round."""
-        plain = [self.runs[side.name] for side in self.sides if not side.workers]
+        plain = [self.runs[side.name] for side in self.sides if not side.workers and not side.unpadded]
         return [min(runs, key=lambda run: run.step_s) for runs in zip(*plain, strict=True)]
 
     def trl_step_s(self) -> list[float]:
@@ -174,7 +178,7 @@ def contests(*, quick: bool) -> dict[str, Contest]:
         "tail": Contest(
             name="long tail",
             setting=LONG_TAIL,
-            sides=(TRL, TRL_PASSIVE, TWO_WORKERS, ONE_WIDE_WORKER),
+            sides=(TRL, TRL_PASSIVE, TRL_UNPADDED, TWO_WORKERS, TWO_WORKERS_PADDED, ONE_WIDE_WORKER),
             work=replace(LONG_TAIL, steps=12, accuracy=False),
         ),
     }

@@ -30,6 +30,7 @@ class Side:
     server_threads: int | None = None  # of the training process, where it differs
     passive: bool = False  # threads that wait sleep instead of spinning: OMP_WAIT_POLICY=PASSIVE
     flags: tuple[str, ...] = ()
+    unpadded: bool = False  # plain TRL with `Unpadded` before its trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def run_side(side: Side, setting: Setting, folder: Path) -> Run:
     where = ["--device", "cpu"]
     if side.workers:
         where = ["--master-device-id", "cpu", "--num-workers", str(side.workers), "--run-dir", str(run_dir)]
-    setting = replace(setting, server_threads=side.server_threads)
+    setting = replace(setting, server_threads=side.server_threads, unpadded=side.unpadded)
     env = {**os.environ, **setting.as_env(), "BENCH_RECORD": str(record), "PYTHONPATH": str(ROOT / "src")}
     env.pop("OMP_NUM_THREADS", None)
     env.pop("OMP_WAIT_POLICY", None)

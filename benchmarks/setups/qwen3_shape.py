@@ -1,6 +1,6 @@
 """A setup file with a randomly initialised model of Qwen3's shape: the speed of the real one, without its weights.
 
-    QWEN3_SHAPE     tiny, 0.6B (default) or 1.7B
+    QWEN3_SHAPE     tiny, small, 0.6B (default) or 1.7B
     COMPLETION      tokens of a completion (256); a random model hardly ever ends by itself
     STEPS           optimizer steps (10)
     SAVE_STEPS      steps from one checkpoint to the next (none)
@@ -24,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 SHAPES = {  # hidden size, intermediate size, layers, heads, key-value heads, head size, vocabulary
     "tiny": (64, 128, 2, 4, 2, 16, 512),
+    "small": (256, 768, 4, 4, 2, 64, 2_048),
     "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
     "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
 }

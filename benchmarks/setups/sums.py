@@ -19,6 +19,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from async_grpo.training import padding
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src" / "app"))
 import trainer_setup_tiny
 
@@ -46,6 +48,7 @@ class Setting:
     reward_call_s: float = 0.0  # that each call of the reward function sleeps ...
     reward_item_s: float = 0.0  # ... and each completion in it
     server_threads: int | None = None  # of the training process, once training begins; None: as it was started
+    unpadded: bool = False  # TRL's training step computes no padding
     accuracy: bool = False  # keep snapshots, and measure their held-out accuracy after the run
 
     def as_env(self) -> dict[str, str]:
@@ -196,6 +199,10 @@ def reward(setting: Setting) -> Any:
     return accuracy
 
 
+class Unpadded(padding.Unpadded, GRPOTrainer):
+    """What a user may write to have it in plain TRL."""
+
+
 def get_trainer() -> GRPOTrainer:
     setting = Setting.from_env()
     tokenizer = tiny.build_tokenizer()
@@ -203,7 +210,7 @@ def get_trainer() -> GRPOTrainer:
     model.__class__ = LengthControlledModel
     model.setting = setting
     longest = setting.answer_tokens or DIGITS + 1
-    trainer = GRPOTrainer(
+    trainer = (Unpadded if setting.unpadded else GRPOTrainer)(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[reward(setting)],

@@ -81,7 +81,8 @@ def test_a_critic_and_several_tasks(tmp_path: Path, mtl: str) -> None:
     run, plain = run_as_trl_would(
         trainer_of(
             tmp_path, {"mtl": mtl}, trainer_class=CriticTrainer, max_steps=4, loss_type="grpo", **of_ppo, **batch
-        )
+        ),
+        padding="trl",  # AdamW makes full steps of rounding in small gradients
     )
     assert tasks_of(run) == [Counter(dict.fromkeys(TASKS, 2))] * 4
     assert {f"{task}/reward" for task in TASKS} | {"critic/vf_loss"} <= training_logs(plain)[0].keys()

@@ -21,7 +21,7 @@ DRAWN = int(os.environ.get("RANDOM_CONFIGURATIONS", "30"))
 
 @pytest.fixture(autouse=True)
 def every_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pieces.SMALLEST, "cpu", 0.0)
+    monkeypatch.setattr(pieces, "CALLS", 0.0)
 
 
 def compare(seed: int, folder: Path, model_folder: str) -> Any:

@@ -28,10 +28,12 @@ Span = tuple[int, int]  # the first column of a row that is there, and the colum
 Compute = Callable[[Tensor, Tensor, int], Sequence[Tensor | None]]
 """Ids [B, W], mask [B, W], C -> what the model says of the last C columns, each [B, C] or None."""
 
-SMALLEST = {"cpu": 8e8}  # parameters x tokens of a pass whose products take as long as all else in it
-ON_GPU = 2.5e12  # 30 ms to launch the kernels of 28 layers forward and backward, where an H100 has half its peak
-MOST_SMALLEST = 4096  # tokens
-OVERHEAD = 1 / 8  # what a larger pass costs beside its products, of the smallest: most of it is hidden behind them
+CALLS = 128  # tokens that a CPU computes while it makes the calls of a pass: 30 to 150, of 4 M parameters to .1 M
+LAUNCHES = (
+    2.5e12  # parameters x tokens: 30 ms for the kernels of 28 layers, in which an H100 at half its peak does that
+)
+MOST_LAUNCHES = 4096  # tokens
+HIDDEN = 7 / 8  # of the launches, behind the products of a pass that takes longer
 WORTH = 1 / 64  # one more piece saves as many of the tokens that are there
 CUTS = 256  # most places where rows may be divided
 REAL, PADDED = 16, 8  # tokens of the trial
@@ -58,7 +60,8 @@ class _Padding:
 
     left: bool
     right: bool
-    smallest: int  # tokens of a pass: fewer take as long
+    smallest: float  # tokens of a pass: fewer take as long
+    each: float  # tokens that a CPU or a GPU could compute instead of beginning one more pass
     longest: float  # columns; longer batches stay whole
 
 
@@ -99,7 +102,7 @@ class Pieces:
         rows = [(start if padding.left else 0, stop if padding.right else width) for start, stop in rows]
         if not padding.right or width > padding.longest:
             rows = [(0, width)] * len(rows)
-        pieces = divide(rows, smallest=padding.smallest, most=most_rows * width)
+        pieces = divide(rows, smallest=padding.smallest, each=padding.each, most=most_rows * width)
         if self._accelerator.num_processes > 1:
             own = torch.tensor([[len(pieces), len(rows)]], device=device)
             counts, sizes = self._accelerator.gather(own).T.tolist()
@@ -133,9 +136,17 @@ class Pieces:
                 apart[1 if not right else 0],
                 "padded rows are computed as they are" if not right else "only that on the right is left out",
             )
-        numbers = sum(parameter.numel() for parameter in module.parameters())
-        smallest = min(MOST_SMALLEST, int(SMALLEST.get(tokens.device.type, ON_GPU) / max(1, numbers)))
-        return _Padding(left=left, right=right, smallest=smallest, longest=_longest(module))
+        smallest, each = cost_of_a_pass(module, tokens.device)
+        return _Padding(left=left, right=right, smallest=smallest, each=each, longest=_longest(module))
+
+
+def cost_of_a_pass(module: Any, device: torch.device) -> tuple[float, float]:
+    """How many tokens the smallest pass takes as long as, and how many each further pass: `smallest` and `each`."""
+    if device.type == "cpu":
+        return 0.0, CALLS
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    smallest = min(MOST_LAUNCHES, LAUNCHES / max(1, numbers))
+    return smallest, (1 - HIDDEN) * smallest
 
 
 def spans(mask: Tensor, keep: int) -> list[Span]:
@@ -146,18 +157,19 @@ def spans(mask: Tensor, keep: int) -> list[Span]:
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def divide(rows: Sequence[Span], *, smallest: int, most: int) -> list[Rectangle]:
+def divide(rows: Sequence[Span], *, smallest: float, each: float, most: int) -> list[Rectangle]:
     """Divide rows, the longest first, so that the tokens of all pieces are the fewest.
 
     Args:
-        smallest: a piece of fewer tokens counts as so many, and each piece as `OVERHEAD` of it more, and `WORTH`.
+        smallest: a piece of fewer tokens counts as so many.
+        each: every piece counts as so many more, and `WORTH`.
         most: tokens of a piece of several rows.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row][0] - rows[row][1])
     widest = max(stop for _, stop in rows) - min(start for start, _ in rows)
     step = max(1, min(-(-len(rows) // CUTS), most // widest))
     cuts = [*range(0, len(rows), step), len(rows)]
-    each = OVERHEAD * smallest + WORTH * sum(stop - start for start, stop in rows)
+    each += WORTH * sum(stop - start for start, stop in rows)
     best: list[tuple[float, int]] = [(0, 0)]  # of the rows before each cut: the smallest sum, and the cut before it
     for here in range(1, len(cuts)):
         found: tuple[float, int] = (inf, here - 1)

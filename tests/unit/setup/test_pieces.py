@@ -25,7 +25,7 @@ PAD = 99
 
 @pytest.fixture(autouse=True)
 def every_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(subject.SMALLEST, "cpu", 0.0)
+    monkeypatch.setattr(subject, "CALLS", 0.0)
 
 
 class Accelerator:
@@ -229,17 +229,29 @@ def test_rotary_positions_that_depend_on_the_length_of_a_batch_keep_long_ones_wh
 
 
 def test_small_passes_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(subject.SMALLEST, "cpu", 1e9)
+    monkeypatch.setattr(subject, "CALLS", 1000.0)
     ids, mask, keep = batch(LENGTHS)
-    model = Model()  # one parameter: the largest pass that counts as small
+    model = Model()
     assert Pieces(Accelerator())(model, model, ids, mask, keep)[1] == ids.numel()
     assert len(model.seen) == 4
 
 
-def fewest(rows: list[tuple[int, int]], smallest: int) -> float:
+def test_a_gpu_begins_no_pass_that_is_shorter_than_its_launches() -> None:
+    class Sized(nn.Module):
+        def __init__(self, numbers: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(int(numbers), device="meta"))
+
+    sizes = {numbers: subject.cost_of_a_pass(Sized(numbers), torch.device("cuda"))[0] for numbers in (1e6, 6e8, 7e9)}
+    assert sizes[1e6] == 4096 and 4000 < sizes[6e8] <= 4096 and 300 < sizes[7e9] < 400
+    rows = [(0, 1000)] * 4 + [(0, 200)] * 30  # 10,000 tokens of 34,000
+    assert len(divide(rows, smallest=4096, each=512, most=10**9)) == 2
+    assert len(divide(rows, smallest=10**5, each=512, most=10**9)) == 1
+
+
+def fewest(rows: list[tuple[int, int]], smallest: int, each: float) -> float:
     """By trying every division of the sorted rows."""
     order = sorted(rows, key=lambda row: row[0] - row[1])
-    each = subject.OVERHEAD * smallest + subject.WORTH * sum(stop - start for start, stop in rows)
 
     def cost(part: list[tuple[int, int]]) -> float:
         return max(smallest, len(part) * (max(stop for _, stop in part) - min(start for start, _ in part))) + each
@@ -251,28 +263,28 @@ def fewest(rows: list[tuple[int, int]], smallest: int) -> float:
     return min(sums)
 
 
-@pytest.mark.parametrize("smallest", [0, 40])
+@pytest.mark.parametrize(("smallest", "each"), [(0, 0), (0, 20), (40, 5)])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_division_is_the_best_of_sorted_rows(seed: int, smallest: int) -> None:
+def test_the_division_is_the_best_of_sorted_rows(seed: int, smallest: int, each: float) -> None:
     chance = random.Random(seed)
     rows = [(10 - chance.randint(1, 10), 10 + chance.randint(1, 60)) for _ in range(9)]
-    made = divide(rows, smallest=smallest, most=10**9)
-    each = subject.OVERHEAD * smallest + subject.WORTH * sum(stop - start for start, stop in rows)
-    assert sum(max(smallest, piece.tokens) + each for piece in made) == pytest.approx(fewest(rows, smallest))
+    made = divide(rows, smallest=smallest, each=each, most=10**9)
+    each += subject.WORTH * sum(stop - start for start, stop in rows)
+    assert sum(max(smallest, piece.tokens) + each for piece in made) == pytest.approx(fewest(rows, smallest, each))
     assert sorted(row for piece in made for row in piece.rows) == [*range(9)]
 
 
 def test_thousands_of_rows_are_divided_at_once() -> None:
     chance = random.Random(0)
     rows = [(0, chance.randint(1, 500)) for _ in range(3000)]
-    made = divide(rows, smallest=0, most=10**9)
+    made = divide(rows, smallest=0, each=0, most=10**9)
     assert sum(piece.tokens for piece in made) <= 1.15 * sum(stop for _, stop in rows)
     assert len(made) < 100
 
 
 def test_more_pieces_than_rows_there_are_not() -> None:
     rows = [(0, 5), (0, 3), (1, 4)]
-    made = divided_further(divide(rows, smallest=0, most=100), rows, 7)
+    made = divided_further(divide(rows, smallest=0, each=0, most=100), rows, 7)
     assert sorted(piece.rows[0] for piece in made) == [0, 1, 2] and len(made) == 3
     assert {(piece.start, piece.stop) for piece in made} == set(rows)
 
@@ -290,7 +302,7 @@ import test_pieces as here
 from async_grpo.setup import pieces
 rank, ranks = int(sys.argv[1]), int(sys.argv[2])
 distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
-pieces.SMALLEST["cpu"] = 0.0
+pieces.CALLS = 0.0
 class Accelerator(here.Accelerator):
     num_processes = ranks
     def __init__(self): ...
