@@ -3,7 +3,7 @@
 # that fails, or is killed, leaves what it had written, and the others still run.
 #
 # usage: scripts/gpu_check.sh [PART ...] [--report FILE] [--wheels FOLDER] [--dry-run] [--plan]
-#   PART       in this order: smoke, tests, kill, kinds, async, weights, deterministic, gsm8k, targets; all by default
+#   PART       in this order: smoke, tests, kill, kinds, async, padding, weights, deterministic, gsm8k, targets; all by default
 #   --report   default: gpu_report.md, in $OUT where that is set; figures go next to it as JSON
 #   --wheels   install what is missing from this folder first (scripts/collect_wheels.sh fills it), without a network
 #   --dry-run  the same on a CPU, with tiny sizes: shows that the script itself works
@@ -23,12 +23,12 @@ while (($#)); do
         --wheels) wheels=${2:?--wheels FOLDER} && shift ;;
         --dry-run) dry_run=1 ;;
         --plan) plan=1 ;;
-        smoke | tests | kill | kinds | async | weights | deterministic | gsm8k | targets) parts+=("$1") ;;
+        smoke | tests | kill | kinds | async | padding | weights | deterministic | gsm8k | targets) parts+=("$1") ;;
         *) echo "unknown: $1" >&2 && exit 2 ;;
     esac
     shift
 done
-((${#parts[@]})) || parts=(smoke tests kill kinds async weights deterministic gsm8k targets)
+((${#parts[@]})) || parts=(smoke tests kill kinds async padding weights deterministic gsm8k targets)
 results=$(cd "$(dirname "$report")" && pwd)
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRL_EXPERIMENTAL_SILENCE=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 # nothing here needs the hub
@@ -120,6 +120,17 @@ run_async() {
     else
         part "Asynchronous against TRL alone" 420 "$python" benchmarks/gpu_async.py --workers 1,2 --waiting \
             --completion 64 --limit 95 --json "$results/gpu_async.json"
+    fi
+}
+
+# The same loss with TRL's padding and without it.
+run_padding() {
+    if [[ $dry_run ]]; then
+        part "Training steps without padding" 120 "$python" benchmarks/padding.py --quick --lengths lognormal \
+            --json "$results/gpu_padding.json"
+    else
+        part "Training steps without padding" 120 "$python" benchmarks/padding.py --device cuda --shape 0.6B --rows 64 \
+            --pairs 20 --lengths lognormal --checkpointing with --json "$results/gpu_padding.json"
     fi
 }
 

@@ -30,8 +30,8 @@ Step = Mapping[str, float]
 
 def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
     """One line for each subject. A model with dropout makes other numbers, and that is documented."""
-    padding = next(note for note in server if note["kind"] == "padding")
-    count = padding["exchanging"]
+    padding = next((note for note in server if note["kind"] == "padding"), None)
+    count = 1 if padding is None else padding["exchanging"]
     ours, theirs = (_of_steps([*batches_of(scratch, role)], count) for role in (SERVER, PLAIN))
     is_whole = facts.precision == "float32"
     tolerance = _TOLERANCE if is_whole else _TOLERANCE_HALF
@@ -46,7 +46,7 @@ def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Se
         dropped = facts.dropout and line.status is Status.DIFFERS
         yield documented(line.subject, line.found, facts.dropout) if dropped else line
     whole = sum(batch[name].size for batch in theirs for name in ("prompt_ids", "completion_ids") if name in batch)
-    if padding["computed"] < whole or count > 1:
+    if padding is not None and (padding["computed"] < whole or count > 1):
         yield _padding(padding, whole, {line.subject: line.found for line in numbers})
 
 
