@@ -51,6 +51,14 @@ def test_the_demo_trains_as_in_plain_trl_and_writes_nothing(tmp_path: Path) -> N
     assert left == ["lines.json"], "the user's output_dir is not written to"
 
 
+def test_padding_that_was_not_computed_is_a_documented_difference(tmp_path: Path) -> None:
+    grpo = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    found, output = check(tmp_path, HERE / "setups" / "random_model.py", code=0, TEST_GRPO=json.dumps(grpo))
+    (padding,) = found.pop("padding")
+    assert padding["status"] == "documented" and "computed in pieces without it" in padding["found"], output
+    assert {line["status"] for lines in found.values() for line in lines} <= {"equal", "documented"}, output
+
+
 PLANTED_CASES = {
     "counter": ("reward counts_calls", "differs", "It changes calls"),
     "callback": ("reward reads_phase", "differs", "It reads phase, which is 0 in the worker and 0, 1 in plain TRL"),

@@ -94,7 +94,18 @@ def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
             limits[part] = 0
         elif found := re.search(r"at most (\d+) s", line):
             limits[part] += int(found[1])
-    assert list(limits) == ["smoke", "tests", "kill", "kinds", "async", "padding", "weights", "deterministic", "gsm8k", "targets"]
+    assert list(limits) == [
+        "smoke",
+        "tests",
+        "kill",
+        "kinds",
+        "async",
+        "padding",
+        "weights",
+        "deterministic",
+        "gsm8k",
+        "targets",
+    ]
     assert all(seconds < 600 for seconds in limits.values())
     assert all(limits[part] for part in limits if part != "targets")
 

@@ -368,10 +368,14 @@ def test_code_that_may_look_at_the_batch_gets_trls(
     assert (computes_pieces(trainer), exchanging(trainer) > 1) == (divides, exchanges)
 
 
-def test_virtual_tokens_stand_before_the_padding(tmp_path: Path) -> None:
+def test_virtual_tokens_stand_before_the_padding_so_it_is_computed(tmp_path: Path) -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    trainer = build_trainer(tmp_path, trainer_class=Plain, arguments={"peft_config": config})
-    assert not computes_pieces(trainer) and exchanging(trainer) == 1
+    trainer: Any = build_trainer(tmp_path, trainer_class=Plain, arguments={"peft_config": config})
+    trainer.model.train()
+    ours, trls = (answered(trainer, padding) for padding in ("none", "trl"))
+    torch.testing.assert_close(ours[0], trls[0], atol=2e-5, rtol=0)
+    fraction, whole = trainer._metrics["train"][METRIC]
+    assert 1.15 < fraction < 0.8 * whole, "that on the right is left out"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from loguru import logger
@@ -28,10 +29,8 @@ Span = tuple[int, int]  # the first column of a row that is there, and the colum
 Compute = Callable[[Tensor, Tensor, int], Sequence[Tensor | None]]
 """Ids [B, W], mask [B, W], C -> what the model says of the last C columns, each [B, C] or None."""
 
-CALLS = 128  # tokens that a CPU computes while it makes the calls of a pass: 30 to 150, of 4 M parameters to .1 M
-LAUNCHES = (
-    2.5e12  # parameters x tokens: 30 ms for the kernels of 28 layers, in which an H100 at half its peak does that
-)
+CALLS = 64  # tokens that a CPU computes while it makes the calls of a pass: 30 of a model of 4 M, 150 of .1 M
+LAUNCHES = 2.5e12  # parameters x tokens: what an H100 at half its peak does while 28 layers are launched, 30 ms
 MOST_LAUNCHES = 4096  # tokens
 HIDDEN = 7 / 8  # of the launches, behind the products of a pass that takes longer
 WORTH = 1 / 64  # one more piece saves as many of the tokens that are there
@@ -74,7 +73,7 @@ class Pieces:
 
     def __init__(self, accelerator: Any, multiple: int = 1) -> None:
         self._accelerator, self._multiple = accelerator, multiple
-        self._of_models: dict[int, _Padding] = {}
+        self._of_models: WeakKeyDictionary[Any, _Padding] = WeakKeyDictionary()
 
     def __call__(
         self, model: Any, compute: Compute, ids: Tensor, mask: Tensor, keep: int, most_rows: int | None = None
@@ -119,9 +118,9 @@ class Pieces:
 
     def _padding(self, model: Any, compute: Compute, ids: Tensor, mask: Tensor) -> _Padding:
         module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-        if id(module) not in self._of_models:
-            self._of_models[id(module)] = self._tried(module, model, compute, ids[mask.bool()])
-        return self._of_models[id(module)]
+        if module not in self._of_models:
+            self._of_models[module] = self._tried(module, model, compute, ids[mask.bool()])
+        return self._of_models[module]
 
     def _tried(self, module: Any, model: Any, compute: Compute, tokens: Tensor) -> _Padding:
         """Compute some tokens alone, and with padding on each side: the answers should be the same."""

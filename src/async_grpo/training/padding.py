@@ -99,12 +99,10 @@ def computes_pieces(trainer: Any) -> bool:
     """Whether this trainer's log-probabilities may be computed in pieces."""
     args = trainer.args
     reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    adapters = getattr(trainer.model, "peft_config", {}).values()
     return (
         trainer.padding == NO_PADDING
         and _LOG_PROBS not in replaced(trainer)
         and class_of_trl(trainer) in classes_of_trl()  # not Unsloth's
-        and not any(adapter.is_prompt_learning for adapter in adapters)  # tokens before the padding
         and not (reentrant and trainer.accelerator.num_processes > 1)  # DDP takes one gradient of each parameter
     )
 

@@ -332,6 +332,51 @@ def test_what_dropout_changes_is_documented_but_not_the_batch(tmp_path: Path) ->
     )
 
 
+def dealt(folder: Path, role: str, rows: list[int], **changes: Any) -> None:
+    """Notes of one step of two micro-batches of two rows; each row has its number as its ids, and so as its loss."""
+    notes = Notes(folder, role)
+    for part in (rows[:2], rows[2:]):
+        numbers = torch.tensor(part)[:, None]
+        batch = {"prompt_ids": numbers, "completion_ids": numbers.expand(2, 3), "completion_mask": torch.ones(2, 3)}
+        batch |= {"advantages": numbers[:, 0].float(), "num_items_in_batch": torch.tensor(12)}
+        batch["logprobs"] = -numbers.expand(2, 3).float()
+        notes.add_batch(batch)
+        notes.add("loss", step=1, numbers={"loss": float(sum(part)) + changes.get("loss", 0.0)})
+    for kind in ("gradient", "weights"):
+        notes.add(kind, numbers={"head": changes.get("grad", 1.0)})
+    notes.add("log", step=1, numbers={"reward": 1.0, "entropy": float(rows[0]), "clip_ratio/low_mean": float(rows[0])})
+    notes.add("padding", computed=changes.get("computed", 16), exchanging=2)
+
+
+def test_rows_that_were_dealt_to_the_micro_batches_of_a_step_are_a_documented_difference(tmp_path: Path) -> None:
+    dealt(tmp_path, SERVER, [4, 2, 3, 1], computed=12)
+    dealt(tmp_path, PLAIN, [1, 2, 3, 4])
+    found = trained.trained_lines(tmp_path, FACTS, notes_of(tmp_path, SERVER), notes_of(tmp_path, PLAIN))
+    by_subject = {line.subject: line for line in found}
+    status = {subject: line.status for subject, line in by_subject.items() if subject != "sampler"}
+    assert status.pop("padding") is Status.DOCUMENTED and set(status.values()) == {Status.EQUAL}
+    padding = by_subject["padding"]
+    assert padding.found.startswith("computed in pieces without it: 12 tokens, in plain TRL 16; log-probs at most 0 ")
+    assert "gradients: norms of 1 parameters" in padding.found and "entropy" in padding.cause
+
+
+@pytest.mark.parametrize(
+    ("rows", "changed", "subject"),
+    [
+        ([4, 2, 3, 5], {}, "batches"),
+        ([4, 2, 3, 1], {"loss": 0.1}, "losses"),
+        ([4, 2, 3, 1], {"grad": 1.1}, "gradients"),
+    ],
+)
+def test_what_is_wrong_is_seen_where_rows_were_dealt(
+    rows: list[int], changed: dict[str, float], subject: str, tmp_path: Path
+) -> None:
+    dealt(tmp_path, SERVER, rows, **changed)
+    dealt(tmp_path, PLAIN, [1, 2, 3, 4])
+    found = trained.trained_lines(tmp_path, FACTS, notes_of(tmp_path, SERVER), notes_of(tmp_path, PLAIN))
+    assert {line.subject: line.status for line in found}[subject] is Status.DIFFERS
+
+
 # --- Notes around the user's code ---------------------------------------------------------------------------
 
 seen = 0

@@ -194,10 +194,7 @@ def size_rows(facts: TrainerFacts, *, on_gpu: bool) -> Iterator[tuple[str, str]]
     tokens, kv = sequence_tokens(facts), kv_bytes_a_token(facts.shape)
     way = "with" if facts.gradient_checkpointing else "without"
     rows = counted(facts.batch.per_device_train_batch_size, "sequence")
-    yield (
-        "activations",
-        f"at most {size(activations)} in a pass over {rows} of {tokens:,} tokens, {way} gradient checkpointing",
-    )
+    yield "activations", f"at most {size(activations)} for {rows} of {tokens:,} tokens, {way} gradient checkpointing"
     yield "keys, values", f"{size(kv)} a token in generation, {size(kv * tokens)} a sequence"
 
 
