@@ -42,7 +42,7 @@ def test_a_kill_of_the_runner_in_the_second_round_changes_nothing(tmp_path: Path
     assert experiment.run(f"resume_from={root}") == 0
     experiment.until(beside, lambda: (unkilled / "jobs" / second / "model" / states.MANIFEST).exists())
     beside.send_signal(signal.SIGINT)  # what it evaluates comes of these files
-    assert beside.wait(DEADLINE_S) in (0, 130)
+    assert beside.wait(DEADLINE_S) in (0, 130, -signal.SIGINT)  # of the signal itself: Python was at its end
     found = files_of_stages(root)
     compared = [f"{second}.generate", f"{second}.train"]
     assert files_of_stages(unkilled, only=compared) == {name: found[name] for name in compared}
