@@ -168,7 +168,10 @@ def divide(rows: Sequence[Span], *, smallest: float, each: float, most: int) -> 
     widest = max(stop for _, stop in rows) - min(start for start, _ in rows)
     step = max(1, min(-(-len(rows) // CUTS), most // widest))
     cuts = [*range(0, len(rows), step), len(rows)]
-    each += WORTH * sum(stop - start for start, stop in rows)
+    there = sum(stop - start for start, stop in rows)
+    each += WORTH * there
+    if len(rows) * widest <= min(there + each, most):  # a second piece would cost more than all that it could save
+        return [_piece(order, rows)]
     best: list[tuple[float, int]] = [(0, 0)]  # of the rows before each cut: the smallest sum, and the cut before it
     for here in range(1, len(cuts)):
         found: tuple[float, int] = (inf, here - 1)
