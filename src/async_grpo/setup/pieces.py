@@ -86,6 +86,8 @@ class Pieces:
         """
         padding = self._padding(model, compute, ids, mask)
         pieces = self._pieces(padding, ids.device, spans(mask, keep), ids.shape[1], most_rows or len(ids))
+        if len(pieces) == 1 and pieces[0].tokens == ids.numel():
+            return tuple(compute(ids, mask, keep)), ids.numel()
         first = ids.shape[1] - keep  # column of the completions
         parts = []
         for piece in pieces:
@@ -117,13 +119,13 @@ class Pieces:
         return replace(piece, start=start, stop=start + columns)
 
     def _padding(self, model: Any, compute: Compute, ids: Tensor, mask: Tensor) -> _Padding:
-        module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-        if module not in self._of_models:
-            self._of_models[module] = self._tried(module, model, compute, ids[mask.bool()])
-        return self._of_models[module]
+        if model not in self._of_models:
+            self._of_models[model] = self._tried(model, compute, ids[mask.bool()])
+        return self._of_models[model]
 
-    def _tried(self, module: Any, model: Any, compute: Compute, tokens: Tensor) -> _Padding:
+    def _tried(self, model: Any, compute: Compute, tokens: Tensor) -> _Padding:
         """Compute some tokens alone, and with padding on each side: the answers should be the same."""
+        module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
         apart = [float(it) for it in self._accelerator.gather(_apart(model, compute, tokens)[None]).amax(0)]
         most = EXACT if _is_exact(module, self._accelerator) else ROUNDED
         left, right = (nats <= most for nats in apart)
