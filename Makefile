@@ -48,7 +48,7 @@ demo: venv
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
 
-LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python scripts/house.py && $(BIN)/mypy && $(BIN)/lint-imports
 
 test: venv-test
 	$(LINT)
@@ -58,11 +58,11 @@ test: venv-test
 QUICK ?= 1500
 
 test-quick: venv-test
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python scripts/house.py
 	$(PYTEST) tests/unit tests/fuzz --quick $(QUICK)
 
 test-fast: venv-test
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python scripts/house.py && $(BIN)/lint-imports
 	$(PYTEST) tests/unit -x
 
 # How many random configurations are compared with plain TRL.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,12 @@ def test_every_private_name_that_we_touch_is_in_the_table(trainer: GRPOTrainer) 
     of_trl = private_names_of_trl(trainer)
     unpinned = {module.name: names for module in modules() if (names := touched(module) & of_trl - HOOKS.keys())}
     assert not unpinned, f"{unpinned}: add them to tests/integration/trl_hooks.py"
+
+
+def test_private_names_of_trl_are_touched_by_the_modules_of_the_list_and_no_others() -> None:
+    of_trl = [*HOOKS, *(name for name in ELSEWHERE if name.startswith("trl."))]
+    listed = tomllib.loads((ROOT / "house.toml").read_text())["trl"]["modules"]
+    assert sorted({module for name in of_trl for module in users(name)}) == listed, "house.toml"
 
 
 @pytest.mark.parametrize("name", [*HOOKS, *ELSEWHERE])
