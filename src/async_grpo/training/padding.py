@@ -109,17 +109,16 @@ def computes_pieces(trainer: Any) -> bool:
 
 def exchanging(trainer: Any) -> int:
     """How many micro-batches after one another are of one optimizer step and may exchange rows; 1: none."""
-    args = trainer.args
-    of_users = {name for name, value in replaced(trainer).items() if not is_of_ours(value)}
+    batch, step = int(trainer.args.steps_per_generation), int(trainer.args.gradient_accumulation_steps)
     if (
-        not computes_pieces(trainer)
-        or of_users & _SEE_MICRO_BATCHES
+        min(batch, step) == 1
+        or not computes_pieces(trainer)
+        or any(name in _SEE_MICRO_BATCHES and not is_of_ours(value) for name, value in replaced(trainer).items())
         or trainer.loss_type not in (*OF_ROWS, *OF_BATCHES)
         or any(not_sums(trainer).values())
         or gradients_besides(trainer)  # micro-batches with rows of each task
     ):
         return 1
-    batch, step = int(args.steps_per_generation), int(args.gradient_accumulation_steps)
     return min(batch, step) if max(batch, step) % min(batch, step) == 0 else 1
 
 
