@@ -33,9 +33,10 @@ results=$(cd "$(dirname "$report")" && pwd)
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRL_EXPERIMENTAL_SILENCE=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 # nothing here needs the hub
 scratch=$(mktemp -d)
-running= # the part that runs: it ends with this script
 trap 'rm -rf "$scratch"' EXIT
-trap 'kill $running 2>/dev/null; exit 143' TERM INT
+# The part that runs ends with this script, also when the signal comes before this shell, or `timeout`, knows its pid:
+# `timeout` leads a process group.
+trap 'for job in $(jobs -pr); do kill -- "-$job" || kill "$job"; done 2>/dev/null; exit 143' TERM INT
 mkfifo "$scratch/said"
 failed=0
 
@@ -55,10 +56,8 @@ part() {
     tee -a "$report" <"$scratch/said" &
     local tee=$!
     timeout --kill-after=20 "$limit" "$@" >"$scratch/said" 2>&1 &
-    running=$!
-    wait "$running"
+    wait "$!"
     code=$?
-    running=
     wait "$tee"
     say '```' ""
     if ((code == 0)); then
