@@ -35,7 +35,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from loguru import logger
+from async_grpo.log import logger
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

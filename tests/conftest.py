@@ -29,9 +29,10 @@ def pytest_collection_finish() -> None:
 def log_of_this_test() -> Iterator[None]:
     """A command that a test calls logs to the test's own stderr, which is closed when the next test logs."""
     yield
-    if (loguru := sys.modules.get("loguru")) is not None:
-        loguru.logger.remove()
-        loguru.logger.add(sys.stderr)
+    for module in {"loguru", "async_grpo.log"} & sys.modules.keys():
+        logger = sys.modules[module].logger
+        logger.remove()
+        logger.add(sys.stderr)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def _logged(level: str) -> Iterator[list[str]]:
-    from loguru import logger
+    from async_grpo.log import logger
 
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(message.record["message"]), level=level)

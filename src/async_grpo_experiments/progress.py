@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from loguru import logger
+from async_grpo.log import logger
 
 SAY_EVERY_S = 60.0
 _Item = TypeVar("_Item")

@@ -94,11 +94,11 @@ def scores_of_texts(model: Any, texts: Sequence[Sequence[int]], batch_size: int 
 
 
 def _scores(model: Any, texts: Sequence[Sequence[int]]) -> list[float]:
-    lengths_B = torch.tensor([len(text) for text in texts])
+    lengths_B = torch.tensor([len(text) for text in texts], dtype=torch.long, device=model.device)
     longest = int(lengths_B.max())
-    ids_BT = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=model.device)
-    mask_BT = (torch.arange(longest) < lengths_B[:, None]).long().to(model.device)
+    ids_BT = lengths_B.new_tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    mask_BT = (torch.arange(longest, device=model.device) < lengths_B[:, None]).long()
     hidden_BTH = model.base_model(ids_BT, attention_mask=mask_BT).last_hidden_state
-    last_BH = hidden_BTH[torch.arange(len(texts)), lengths_B - 1]
+    last_BH = hidden_BTH[torch.arange(len(texts), device=model.device), lengths_B - 1]
     scores: list[float] = model.score(last_BH)[:, 0].float().tolist()
     return scores

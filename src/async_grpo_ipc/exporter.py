@@ -225,7 +225,7 @@ class WeightExporter:
     def copied(self) -> dict[str, Tensor]:
         """Copy, into new memory of the host, what `publish` would write into a slot now."""
         self._sources.check()
-        copies = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in self._slot.tensors}
+        copies = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in self._slot.tensors}
         if self._sources.write is not None:
             self._sources.write(copies)
             return copies

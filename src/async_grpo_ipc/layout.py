@@ -174,7 +174,7 @@ def _storable_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name[:40]!r}, which this torch does not have")
     try:
-        torch.empty(ALIGNMENT, dtype=torch.uint8).view(dtype)
+        torch.empty(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
     except RuntimeError as error:
         raise ValueError(f"dtype {name[:40]!r}, in which bytes cannot be seen") from error
     return dtype

@@ -110,5 +110,5 @@ class CudaLane:
 
 
 def cuda_staging(owner: torch.device, reader: torch.device) -> Staging:
-    first, second = (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    first, second = (torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2))
     return Staging((first, second), CudaLane(owner), CudaLane(reader))

@@ -17,6 +17,29 @@ from async_grpo.deltas.places import chain_folder
 from async_grpo_ipc.delta.tensors import as_tensors
 
 pytestmark = pytest.mark.integration
+SHARES = """
+import faulthandler, logging, signal, warnings
+import torch
+from loguru import logger
+from random_model import *
+
+logger.remove()
+logger.add("mine.log")
+logger.info("a line of the user's")
+logging.disable(logging.CRITICAL)
+logging.basicConfig(force=True)
+warnings.simplefilter("error")
+faulthandler.register(signal.SIGUSR1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.stdout = sys.stderr = open("mine.txt", "a")
+sys.excepthook = lambda *_: None
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("cpu")
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+torch.set_float32_matmul_precision("high")
+torch.backends.cudnn.allow_tf32 = True
+"""
 
 
 def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_path: Path) -> None:
@@ -134,6 +157,18 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path: 
     assert run.output.count("Traceback (most recent call last)") == 1, run.output
     assert "RuntimeError: no reward for" in run.output
     assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"
+
+
+def test_a_file_that_changes_what_the_process_shares_trains_and_is_told(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(f"import sys\nsys.path.append({str(SETUP.parent)!r})\n{SHARES}")
+    output = finish(tmp_path, "-n", "1", "--steps", "2", setup=file)
+    assert "[server] " in output and " step 2/2 " in output
+    put_back = "the setup file replaces sys.stderr, sys.excepthook, SIGTERM in this process: put back"
+    for log in ("log_parameter_server.txt", "log_worker_1.txt"):
+        assert put_back in (tmp_path / "worker" / log).read_text()
+    assert "worker dev1 ends: " in (tmp_path / "worker" / "log_worker_1.txt").read_text()
+    lines = (tmp_path / "mine.log").read_text().splitlines()
+    assert {line.rpartition(" - ")[2] for line in lines} == {"a line of the user's"}
 
 
 def test_a_setup_that_needs_what_is_not_installed_ends_the_run_at_once(tmp_path: Path) -> None:

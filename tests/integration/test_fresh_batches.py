@@ -12,7 +12,6 @@ import torch
 from compared_with_trl import run_as_trl_would, settings
 from datasets import Dataset
 from in_process import InProcessRun, build_model, build_tokenizer
-from loguru import logger
 from peft import LoraConfig
 from test_trl_corrections import OwnForwardPass
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
@@ -20,6 +19,7 @@ from trl import GRPOTrainer
 
 from async_grpo.archive.history import Sampler
 from async_grpo.errors import RunRefused
+from async_grpo.log import logger
 from async_grpo.roles.parameter_server import training_of
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir

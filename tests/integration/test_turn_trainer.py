@@ -22,7 +22,6 @@ from in_process import (
     jobs_of,
     training_logs,
 )
-from loguru import logger
 from test_dialogues import double, written
 from trl import GRPOTrainer
 from trl_contract import moved
@@ -30,6 +29,7 @@ from trl_contract import moved
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.credit import trainer as hooks
 from async_grpo.errors import RunRefused, UnsupportedError
+from async_grpo.log import logger
 from async_grpo.roles import replay
 from async_grpo.settings import NO_PADDING
 from async_grpo.setup.overrides import overridden

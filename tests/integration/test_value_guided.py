@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
 from async_grpo.errors import UsageError
+from async_grpo.log import logger
 from async_grpo_experiments.algorithms.heads import UNLABELLED, check_returns, collate
 from async_grpo_experiments.algorithms.pita import PITA, PITASettings
 from async_grpo_experiments.algorithms.protocols import Cut, GuidanceSettings, collect, configured

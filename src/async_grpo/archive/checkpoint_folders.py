@@ -23,11 +23,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
-from loguru import logger
-
 from async_grpo.archive import rollout_state
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.log import logger
 from async_grpo.rundir.files import sync
 
 _NAME = re.compile(r"checkpoint-(\d+)(-of-\w+(-\d+)?)?")

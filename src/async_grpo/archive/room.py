@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from loguru import logger
-
 from async_grpo.errors import DiskFullError
+from async_grpo.log import logger
 from async_grpo.telemetry.waiting import Reminder
 
 RETRY_S = 1.0

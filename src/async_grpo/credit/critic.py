@@ -203,7 +203,7 @@ def refuse_unfit(critic: nn.Module) -> None:
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     with torch.no_grad():
         found = critic(input_ids=ids, attention_mask=torch.ones_like(ids))
-    shape = tuple(getattr(found, "logits", torch.empty(0)).shape)
+    shape = tuple(getattr(getattr(found, "logits", None), "shape", ()))
     if shape != (1, 2, 1):
         raise ValueError(
             f"critic must return logits of the shape [B, T, 1], one number a token, got {list(shape)} for two tokens. "

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from loguru import logger
 from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -27,6 +26,7 @@ from async_grpo.credit.formulas import (
     per_token,
     turn_starts,
 )
+from async_grpo.log import logger
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.algorithm import Algorithm
 
@@ -202,7 +202,8 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
     def _outcome_and_total(self, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """R^O and R^T of each completion."""
         weighted = rewards * self.reward_weights.to(rewards.device)
-        is_turn = torch.tensor([column in self._turn_columns for column in range(rewards.shape[1])])
+        columns = [column in self._turn_columns for column in range(rewards.shape[1])]
+        is_turn = torch.tensor(columns, dtype=torch.bool, device=rewards.device)
         return _sums(weighted[:, ~is_turn]), _sums(weighted[:, is_turn])
 
     def _report(self, outcome: torch.Tensor, total: torch.Tensor, turns: list[int]) -> None:

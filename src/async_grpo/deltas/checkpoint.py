@@ -89,7 +89,7 @@ def names_in_adapter(model: Any) -> dict[str, str]:
     import torch
     from peft import get_peft_model_state_dict
 
-    stand_ins = {name: torch.empty(0) for name in model.state_dict()}
+    stand_ins = {name: torch.empty(0, dtype=torch.uint8, device="cpu") for name in model.state_dict()}
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     saved = get_peft_model_state_dict(model, state_dict=stand_ins, save_embedding_layers=False)
     return {names[id(tensor)]: name for name, tensor in saved.items() if names[id(tensor)] != name}

@@ -15,7 +15,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from uuid import uuid4
 
-from loguru import logger
 from torch import Tensor, nn
 
 from async_grpo.deltas.chain import MODEL, About
@@ -23,6 +22,7 @@ from async_grpo.deltas.checkpoint import keep_surroundings, names_in_adapter
 from async_grpo.deltas.writer import ChainWriter, Written
 from async_grpo.errors import AsyncGRPOError, DeltaChainError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted, size
+from async_grpo.log import logger
 from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.telemetry.waiting import wait_until
 from async_grpo_ipc.delta import Buffer

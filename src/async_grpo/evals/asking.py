@@ -11,10 +11,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from loguru import logger
-
 from async_grpo.errors import DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted, eta
+from async_grpo.log import logger
 from async_grpo.queue import JobSink
 from async_grpo.queue.server import MAX_OPEN
 from async_grpo.records import Job, Purpose, RolloutGroup

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from loguru import logger
-
 from async_grpo.evals.evaluation import Problem
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.settings import TrainingSettings
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from loguru import logger
-
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, EvaluationLedger
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 
 
 class Holdable(Protocol):

@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
-
 from async_grpo.errors import AsyncGRPOError, PeerDiedError, QueueError, UsageError, reason_of
 from async_grpo.formatting import counted, for_people
+from async_grpo.log import logger
 from async_grpo.nodes.cluster import CPUS_A_WORKER, LOCAL, Cluster, Machine, RayNode, answers
 from async_grpo.nodes.node import facts
 from async_grpo.nodes.seat import FarNodeSeat, NodeGaveUp, NodeRefused, words_of

@@ -19,10 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from loguru import logger
-
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadGroupError, PeerDiedError
+from async_grpo.log import logger
 from async_grpo.nodes.node import SentJob
 from async_grpo.nodes.sending import PublishedVersions, WeightsPiece
 from async_grpo.queue import Claim, WorkerQueue

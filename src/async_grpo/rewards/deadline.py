@@ -139,7 +139,7 @@ class _Forks:
         )
 
     def _say(self, what: str) -> None:
-        from loguru import logger  # importing this room needs nothing but Python, for rewards in plain TRL
+        from async_grpo.log import logger  # importing this room needs nothing but Python, for rewards in plain TRL
 
         self._said += 1
         if self._said <= SAY_AT_MOST:

@@ -7,8 +7,6 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import UsageError
@@ -17,6 +15,7 @@ from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.problems import warn_of_duplicates
 from async_grpo.evals.report import EvaluationLedger, Judge, compare, sampling_in_words
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions
 from async_grpo.rundir.files import write_json

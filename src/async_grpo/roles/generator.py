@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.asking import Asking, Plan, SampleRequest
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.records import Job, RolloutGroup, seed_from
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError, reason_of
 from async_grpo.evals.report import before_and_after
+from async_grpo.log import logger
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
-
 from async_grpo.archive.audit import audit
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Sampler, ServerProcess, Used, final_history, read_record
 from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, UsageError
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE, parse_name

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loguru import logger
-
 from async_grpo.errors import DiskFullError, PeerDiedError, RunRefused, UnsupportedError, WeightsError
+from async_grpo.log import logger
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines.choice import alone_on_the_gpu

@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import requests
-from loguru import logger
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, UsageError
+from async_grpo.log import logger
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerCall
 from async_grpo.rollout.engines.vllm_options import describe_model
 from async_grpo.rundir.folders import make_folder

@@ -7,9 +7,8 @@ import sysconfig
 import time
 from pathlib import Path
 
-from loguru import logger
-
 from async_grpo.errors import RunRefused
+from async_grpo.log import logger
 
 MOST_TEXT = 300  # characters of an error in the log
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from threading import Lock
 
 import torch
-from loguru import logger
+
+from async_grpo.log import logger
 
 PATIENCE = 4  # groups: a function may be for some rows only, and give None for all others
 

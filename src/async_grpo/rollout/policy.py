@@ -72,7 +72,9 @@ class PolicyWeights(Policy):
 
     def __init__(self, remote: RemoteWeights, model: nn.Module, device: torch.device | None = None) -> None:
         self._weights = remote
-        self._device = device if device is None else torch.empty(0, device=device).device  # "cuda" has a number then
+        self._device = (
+            device if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
+        )  # "cuda" has a number then
         self._model = model
         keep_layout(model)
         self._aliased = False

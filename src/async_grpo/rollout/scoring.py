@@ -16,9 +16,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loguru import logger
 from trl.trainer.utils import is_async_callable
 
+from async_grpo.log import logger
 from async_grpo.rollout.failures import refusal_in
 from async_grpo.rollout.threads import KeptThreads
 from async_grpo.rollout.trl_group import GroupOutcome

@@ -27,9 +27,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from loguru import logger
-
 from async_grpo.errors import PeerDiedError, UnsupportedError
+from async_grpo.log import logger
 from async_grpo.setup.process import leave_at_once
 
 P = ParamSpec("P")

@@ -163,7 +163,9 @@ def prompt_of(row: dict[str, Any]) -> Any:
 
 def as_fields(fields: dict[str, Any]) -> Fields:
     """What the processor returned, as `PreparedGroup` has it: as TRL hands it to `generate`."""
-    return {name: value if _is_per_token(value) else torch.as_tensor(np.array(value)) for name, value in fields.items()}
+    return {
+        name: value if _is_per_token(value) else torch.from_numpy(np.array(value)) for name, value in fields.items()
+    }
 
 
 def _is_per_token(value: Any) -> bool:

@@ -17,6 +17,7 @@ from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import DIVERGENCE, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.held_data import HeldData
 from async_grpo.rollout.left import leave, left
 from async_grpo.rollout.numberless import Numberless
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
@@ -80,6 +81,7 @@ class RolloutTrainer:
     _turns_of_users: bool  # `_generate_single_turn` is one of them
     _rewards: UserCode
     _numberless: Numberless
+    _held: HeldData
     tools: defaultdict[str, UserCode]  # by name
 
     def __init__(self, trainer: GRPOTrainer, states: StateReader | None = None, wait: Wait | None = None) -> None:
@@ -100,7 +102,7 @@ class RolloutTrainer:
         self.data_has_images = has_images(trainer)
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
-        self._numberless = Numberless()
+        self._numberless, self._held = Numberless(), HeldData()
         self._is_guided = guidance_of(trainer) is not None
 
     @property
@@ -220,7 +222,8 @@ class RolloutTrainer:
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             # This very call's: a reward function may log in threads of its own, which have no context.
             scorer._log_metric, scorer._log_completion_extra = call.log_metric, call.log_extra
-            rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
+            with self._held.around(scorer.reward_func_names, scorer.reward_funcs):
+                rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
             self._refuse_changes(scorer)
             columns = [_columns(scorer, *each) for each in zip(groups, parts, strict=True)]
         self._numberless.saw(scorer.reward_func_names, rewards, len(groups))

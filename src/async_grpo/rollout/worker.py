@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from loguru import logger
-
 from async_grpo.archive.room import RETRY_S, write_with_room
 from async_grpo.errors import (
     BadGroupError,
@@ -26,6 +24,7 @@ from async_grpo.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
+from async_grpo.log import logger
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S

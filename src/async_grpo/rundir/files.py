@@ -137,6 +137,6 @@ def _end_of_last_line(file: BinaryIO) -> int:
 
 
 def _warn(text: str) -> None:
-    from loguru import logger  # `--help` gets here and must not need it
+    from async_grpo.log import logger  # `--help` gets here and must not need it
 
     logger.warning("{}", text)

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from loguru import logger
 
 from async_grpo.errors import BadFileError, GeneratorError, UsageError
 from async_grpo.formatting import printable
+from async_grpo.log import logger
 from async_grpo.rundir.reading import read_end
 from async_grpo.serving.guard import GUARD
 from async_grpo.setup.process import has_ended, path_to_us, start_logged

@@ -11,7 +11,7 @@ import sys
 import warnings
 from typing import Any
 
-from loguru import logger
+from async_grpo.log import logger
 
 SAID_BY = "said by"  # how such a line begins: the screen shows it once, though every process may say it
 LIBRARIES = ("trl", "peft")

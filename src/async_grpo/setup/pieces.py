@@ -21,9 +21,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from async_grpo.log import logger
 
 Span = tuple[int, int]  # the first column of a row that is there, and the column behind the last
 Compute = Callable[[Tensor, Tensor, int], Sequence[Tensor | None]]
@@ -93,7 +94,8 @@ class Pieces:
         for piece in pieces:
             columns = slice(piece.start, piece.stop)
             parts.append(compute(ids[piece.rows, columns], mask[piece.rows, columns], piece.stop - first))
-        back = torch.tensor([row for piece in pieces for row in piece.rows], device=ids.device).argsort()
+        order = [row for piece in pieces for row in piece.rows]
+        back = torch.tensor(order, dtype=torch.long, device=ids.device).argsort()
         answers = tuple(_whole(column, keep, back) for column in zip(*parts, strict=True))
         return answers, sum(piece.tokens for piece in pieces)
 
@@ -105,7 +107,7 @@ class Pieces:
             rows = [(0, width)] * len(rows)
         pieces = divide(rows, smallest=padding.smallest, each=padding.each, most=most_rows * width)
         if self._accelerator.num_processes > 1:
-            own = torch.tensor([[len(pieces), len(rows)]], device=device)
+            own = torch.tensor([[len(pieces), len(rows)]], dtype=torch.long, device=device)
             counts, sizes = self._accelerator.gather(own).T.tolist()
             if len(set(sizes)) > 1:
                 return [Rectangle(list(range(len(rows))), 0, width)]

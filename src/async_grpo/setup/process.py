@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from loguru import logger
+import loguru
 
 from async_grpo.formatting import printable
+from async_grpo.log import logger
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.reading import naming, open_plain
 from async_grpo.setup.output import LossyOutput, survive_lost_output
@@ -71,6 +72,27 @@ class StopRequest:
             again.start()
         else:
             self._report_unraisable(found)
+
+
+@contextmanager
+def ending_kept() -> Iterator[None]:
+    """Put back what a launcher ends this process by, and reads why it ended, where code in this block replaces it."""
+    hooks = {name: getattr(sys, name) for name in ("stderr", "excepthook", "unraisablehook")}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if not isinstance(getattr(handlers[signal.SIGTERM], "__self__", None), StopRequest):  # the process is the user's
+        yield
+        return
+    try:
+        yield
+    finally:
+        replaced = [f"sys.{name}" for name, hook in hooks.items() if getattr(sys, name) != hook]
+        replaced += [number.name for number, ours in handlers.items() if signal.signal(number, ours) != ours]
+        vars(sys).update(hooks)
+        if replaced:
+            logger.warning(
+                "the setup file replaces {} in this process: put back, since a run ends by it, and says by it why",
+                ", ".join(replaced),
+            )
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:
@@ -200,12 +222,11 @@ def set_up_log(level: str, rank: int = 0) -> None:
     steer a terminal: only printable characters are logged.
     """
     survive_lost_output()
-    logger.remove()
-    logger.configure(patcher=_make_printable)
-    if rank > 0:
-        logger.add(sys.stderr, level="WARNING", format=f"[rank {rank}] {LOG_FORMAT}")
-    else:
-        logger.add(sys.stderr, level=level, format=LOG_FORMAT)
+    level, prefix = ("WARNING", f"[rank {rank}] ") if rank > 0 else (level, "")
+    for each in (logger, loguru.logger):  # the user's, until the setup file decides otherwise
+        each.remove()
+        each.configure(patcher=_make_printable)
+        each.add(sys.stderr, level=level, format=f"{prefix}{LOG_FORMAT}")
 
 
 def _make_printable(record: Record) -> None:
@@ -246,7 +267,9 @@ def log_to(file: Path, level: str) -> None:
     """Log to `file` too (a launcher has redirected stderr there already, so only what is started by hand needs it)."""
     with naming(file):
         stream = os.fdopen(open_plain(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
-    logger.add(LossyOutput(stream).write_line, level=level, format=LOG_FORMAT, colorize=False)
+    output = LossyOutput(stream)
+    for each in (logger, loguru.logger):
+        each.add(output.write_line, level=level, format=LOG_FORMAT, colorize=False)
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:

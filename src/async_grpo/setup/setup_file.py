@@ -15,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from async_grpo.errors import AsyncGRPOError, SetupFileError
+from async_grpo.log import logger
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
+from async_grpo.setup.process import ending_kept
 from async_grpo.setup.replaced import note_originals
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def load_trainer(
     if seed is not None:
         _seed(seed)
     note_originals()
-    with configurations_with(config_values or {}) as made, _called_alone(path):
+    with configurations_with(config_values or {}) as made, _called_alone(path), ending_kept():
         trainer = _built(
             path,
             alone or nullcontext(),

@@ -192,7 +192,7 @@ def task_weights(method: str, dots: Tensor, seed: int) -> Tensor:
     from torchjd import aggregation
 
     there = torch.nonzero(dots.diagonal() > 0).flatten()
-    weights = torch.zeros(len(dots), dtype=dots.dtype)
+    weights = torch.zeros(len(dots), dtype=dots.dtype, device=dots.device)
     if len(there):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -206,7 +206,11 @@ def _trained(model: Any) -> list[Any]:
 
 def _dot(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tensor:
     pairs = [(_local(a), _local(b)) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    return torch.stack([torch.dot(a, b).double() for a, b in pairs]).sum() if pairs else torch.tensor(0.0)
+    return (
+        torch.stack([torch.dot(a, b).double() for a, b in pairs]).sum()
+        if pairs
+        else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -47,5 +47,7 @@ class TaskSampler(Sampler[int]):
     def _rows_of_task(self, rows: Sequence[int]) -> Iterator[int]:
         """The rows of one task, again and again."""
         while True:
-            order = torch.randperm(len(rows), generator=self._generator).tolist() if self._shuffle else range(len(rows))
+            order: Sequence[int] = range(len(rows))
+            if self._shuffle:
+                order = torch.randperm(len(rows), generator=self._generator, device="cpu").tolist()
             yield from (rows[place] for place in order)

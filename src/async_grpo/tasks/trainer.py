@@ -99,7 +99,7 @@ class MultiTask(RarelyTimed):
             self._report_tasks(inputs, output["completion_mask"])
             if self._gradients is not None:
                 numbers = [self.task_names.index(row["task"]) for row in inputs]
-                output[TASK] = torch.tensor(numbers, device=output["completion_mask"].device)
+                output[TASK] = output["completion_mask"].new_tensor(numbers)
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -117,7 +117,7 @@ class MultiTask(RarelyTimed):
         """With gradients of tasks, they are there afterwards, and the loss that is returned has none."""
         if self._gradients is None or TASK not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        total = torch.zeros((), device=inputs[TASK].device)
+        total = torch.zeros((), dtype=torch.float32, device=inputs[TASK].device)
         for task, own, factor in shares(inputs, len(self.task_names), self.loss_type, self.accelerator.gather):
             with self._gradients.of_task(task, model):
                 loss = factor * super().compute_loss(model, own, *args, **kwargs)
@@ -155,7 +155,7 @@ class MultiTask(RarelyTimed):
     def _rewards_of_batch(self, size: int) -> list[float]:
         """The weighted sum of the rewards of each completion that TRL has scored last; NaN where it has none."""
         each = [list(values)[-size:] for values in self._logs["rewards"].values()]
-        rewards = torch.tensor(each, dtype=torch.float64).T * self.reward_weights.double().cpu()
+        rewards = torch.tensor(each, dtype=torch.float64, device="cpu").T * self.reward_weights.double().cpu()
         total = rewards.nansum(dim=1)
         total[rewards.isnan().all(dim=1)] = torch.nan
         return list(total.tolist())

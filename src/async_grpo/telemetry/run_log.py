@@ -12,10 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
-
 from async_grpo.errors import BadFileError
 from async_grpo.formatting import counted, eta
+from async_grpo.log import logger
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.shape import is_number, shaped

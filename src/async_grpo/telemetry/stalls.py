@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from loguru import logger
-
 from async_grpo.formatting import for_people
+from async_grpo.log import logger
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
 from async_grpo.telemetry.activity import (

@@ -10,8 +10,7 @@ from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
-from loguru import logger
-
+from async_grpo.log import logger
 from async_grpo.settings import TrainingSettings
 
 

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from loguru import logger
-
 from async_grpo.errors import WaitTimeoutError
+from async_grpo.log import logger
 from async_grpo.telemetry.activity import activity
 
 SAY_EVERY_S = 10.0

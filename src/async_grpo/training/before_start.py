@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loguru import logger
-
 from async_grpo.errors import UsageError
+from async_grpo.log import logger
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.algorithm import compares_groups

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -30,6 +29,7 @@ from async_grpo.archive.checkpoint_folders import Checkpoint
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UnsupportedError
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.queue import JobSink
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import open_plain, parse_object, read_object

@@ -82,14 +82,14 @@ class Ranks:
 
     def send(self, message: Message, payload: bytes = b"") -> None:
         """Rank 0: send a message to all; returns when all have received it."""
-        self._broadcast(torch.tensor([message, len(payload)]))
+        self._broadcast(torch.tensor([message, len(payload)], dtype=torch.int64, device="cpu"))
         if payload:
             self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
     def receive(self) -> tuple[Message, bytes]:
         """Other ranks: the next message of rank 0."""
-        message, size = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
-        payload = self._broadcast(torch.empty(size, dtype=torch.uint8)) if size else None
+        message, size = self._broadcast(torch.zeros(2, dtype=torch.int64, device="cpu")).tolist()
+        payload = self._broadcast(torch.empty(size, dtype=torch.uint8, device="cpu")) if size else None
         return Message(message), b"" if payload is None else payload.numpy().tobytes()
 
     def refused(self) -> None:
@@ -120,7 +120,7 @@ class Ranks:
             time.sleep(DYING_POLL_S)
 
     def _meet(self) -> Sequence[psutil.Process]:
-        pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        pids = torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
         pids[self.rank] = os.getpid()
         dist.all_reduce(pids, group=self._group)
         return [psutil.Process(pid) for pid in pids.tolist()]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from loguru import logger
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
+from async_grpo.log import logger
 from async_grpo.queue import JobSink
 from async_grpo.records import Job, seed_from
 

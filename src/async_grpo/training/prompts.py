@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import encoded
+from async_grpo.log import logger
 from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
 from async_grpo.setup.replaced import users_class

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
+from async_grpo.log import logger
 from async_grpo.queue import JobSink
 from async_grpo.redaction import Redactor
 from async_grpo.telemetry.nodes import read_nodes

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
 from torch.optim.lr_scheduler import LambdaLR
 
 from async_grpo.errors import RunDirError
+from async_grpo.log import logger
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

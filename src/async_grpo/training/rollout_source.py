@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from loguru import logger
-
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
 from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consumed
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.queue import JobSink
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity

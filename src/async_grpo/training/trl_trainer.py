@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from loguru import logger
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
+from async_grpo.log import logger
 from async_grpo.settings import NO_PADDING
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generated.trl_command import end_as_trl_does
@@ -234,8 +234,10 @@ def _ages_and_lengths(trainer: Any, groups: Sequence[RolloutGroup], device: torc
     """The version that sampled each completion of the batch, and whether it is longer than the median."""
     versions = [group.policy_version for group in groups for _ in range(group.job.num_generations)]
     is_long = longer_half([length for group in groups for length in group.completion_lengths.tolist()])
-    columns: dict[str, list[Any]] = {"policy_version": [*versions], "is_long": [*is_long]}
-    return {name: torch.tensor(own_share(trainer, values), device=device) for name, values in columns.items()}
+    return {
+        "policy_version": torch.tensor(own_share(trainer, versions), dtype=torch.long, device=device),
+        "is_long": torch.tensor(own_share(trainer, is_long), dtype=torch.bool, device=device),
+    }
 
 
 def own_share(trainer: Any, completions: list[Any]) -> list[Any]:

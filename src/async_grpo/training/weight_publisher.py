@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from loguru import logger
 
 from async_grpo.errors import RunRefused, WeightsError
 from async_grpo.formatting import for_people
+from async_grpo.log import logger
 from async_grpo.setup.fingerprints import count
 from async_grpo.setup.generator_choice import HF
 from async_grpo.training.sharding import sharding_of

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from loguru import logger
 from transformers import TrainerCallback
 
 from async_grpo.evals.early_stopping import ImprovementWatch
+from async_grpo.log import logger
 
 
 class StopEarly(TrainerCallback):

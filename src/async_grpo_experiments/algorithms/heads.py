@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from loguru import logger
 from torch import Tensor
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from async_grpo.errors import UsageError
+from async_grpo.log import logger
 from async_grpo_experiments.algorithms.protocols import HeadSettings, Trained
 from async_grpo_experiments.algorithms.rows import LabelledRow, Rows
 from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit, load_policy
@@ -102,12 +102,12 @@ def collate(groups: Sequence[Sequence[LabelledRow]]) -> dict[str, Tensor]:
     """The rows of whole groups, padded on the right, as `ValueHead.forward` takes them, and their labels."""
     rows = [row for group in groups for row in group]
     longest = max(len(row.tokens) for row in rows)
-    ids_BT = torch.zeros(len(rows), longest, dtype=torch.long)
+    ids_BT = torch.zeros(len(rows), longest, dtype=torch.long, device="cpu")
     mask_BT = torch.zeros_like(ids_BT)
-    labels_BT = torch.full(ids_BT.shape, UNLABELLED)
+    labels_BT = torch.full_like(ids_BT, UNLABELLED, dtype=torch.float32)
     for place, row in enumerate(rows):
         end = len(row.tokens)
-        ids_BT[place, :end] = torch.tensor(row.tokens)
+        ids_BT[place, :end] = ids_BT.new_tensor(row.tokens)
         mask_BT[place, :end] = 1
         labels_BT[place, row.unlabelled : end] = row.label
     return {"input_ids_BT": ids_BT, "attention_mask_BT": mask_BT, "labels": labels_BT}

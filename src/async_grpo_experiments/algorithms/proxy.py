@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from loguru import logger
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig, RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import mean_with_interval
+from async_grpo.log import logger
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped

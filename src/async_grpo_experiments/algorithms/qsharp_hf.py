@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
-
 from async_grpo.errors import UsageError
+from async_grpo.log import logger
 from async_grpo_experiments.algorithms.heads import check_returns, train_head
 from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, Plan, Trained
 from async_grpo_experiments.algorithms.proxy import Proxy, ProxySettings, proxy_of_round

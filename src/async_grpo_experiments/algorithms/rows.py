@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from loguru import logger
 
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.rundir.files import room_for
 from async_grpo.rundir.reading import read_file
 from async_grpo_experiments.algorithms.protocols import AlgorithmSettings, Continuations, Cut, Plan, PreferenceSettings

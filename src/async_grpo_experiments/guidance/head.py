@@ -81,7 +81,7 @@ class HeadRecord:
     @property
     def levels(self) -> Tensor:
         """The returns that the atoms stand for, [K]."""
-        return torch.linspace(self.v_min, self.v_max, self.numbers, dtype=torch.float64)
+        return torch.linspace(self.v_min, self.v_max, self.numbers, dtype=torch.float64, device="cpu")
 
 
 class HeadOutput(NamedTuple):

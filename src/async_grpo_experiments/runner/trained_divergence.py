@@ -34,11 +34,11 @@ def divergence_of_groups(
 def _padded(group: RolloutGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompt and completion of each row, and which tokens are of the completion: [B, T], padded on the right."""
     prompt, lengths = group.prompt_ids.tolist(), group.completion_lengths.tolist()
-    ids_BT = torch.zeros(len(lengths), len(prompt) + max(lengths), dtype=torch.long)
+    ids_BT = torch.zeros(len(lengths), len(prompt) + max(lengths), dtype=torch.long, device="cpu")
     mask_BT = torch.zeros_like(ids_BT)
     completions = torch.split(torch.from_numpy(group.completion_ids).long(), lengths)
     for place, completion in enumerate(completions):
         end = len(prompt) + len(completion)
-        ids_BT[place, :end] = torch.cat([torch.tensor(prompt, dtype=torch.long), completion])
+        ids_BT[place, :end] = torch.cat([completion.new_tensor(prompt), completion])
         mask_BT[place, len(prompt) : end] = 1
     return ids_BT, mask_BT

@@ -236,7 +236,7 @@ def _at_all_prefixes(evaluate: Callable[[Any], Any], prompt: tuple[int, ...], le
     import torch
 
     tokens_NT = all_sequences(length)
-    ids_NT = torch.tensor(np.column_stack([np.tile(prompt, (len(tokens_NT), 1)), tokens_NT]))
+    ids_NT = torch.from_numpy(np.column_stack([np.tile(prompt, (len(tokens_NT), 1)), tokens_NT]))
     with torch.no_grad():
         found: Floats = torch.cat([evaluate(part).double() for part in torch.split(ids_NT, ROWS)]).numpy()
     return found

@@ -90,7 +90,7 @@ def walks(graphs: Sequence[StarGraph], branches: Sequence[int], tokenizer: Any) 
     """Token ids of each graph and one of its paths, with the end token, [B, T]; and how many are of the graph."""
     texts = [f"{one.prompt} {text_of(one.paths[branch])}" for one, branch in zip(graphs, branches, strict=True)]
     ids = [[*row, tokenizer.eos_token_id] for row in tokenizer(texts)["input_ids"]]
-    return torch.tensor(ids), len(tokenizer(graphs[0].prompt)["input_ids"])
+    return torch.tensor(ids, dtype=torch.long, device="cpu"), len(tokenizer(graphs[0].prompt)["input_ids"])
 
 
 def train_reference(

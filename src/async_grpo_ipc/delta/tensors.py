@@ -32,7 +32,7 @@ def require_known(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def copied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Buffer]]:
     """Copies of tensors of known dtypes on any device, as buffers that share no memory with them."""
     for name, tensor in tensors:
-        own = torch.empty(tensor.shape, dtype=tensor.dtype)
+        own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         own.copy_(tensor.detach())
         yield name, as_buffer(own)
 

@@ -109,7 +109,7 @@ class CupyRuntime:
             return bytes(self._runtime.ipcGetMemHandle(pointer))
 
     def open_handle(self, device: int, handle: bytes) -> int:
-        torch.zeros(1, device=f"cuda:{device}")  # torch's context exists before cupy uses it
+        torch.zeros(1, dtype=torch.uint8, device=f"cuda:{device}")  # torch's context exists before cupy uses it
         with self._current(device):
             return int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
 
@@ -197,7 +197,7 @@ def pin(memory: Tensor, device: torch.device, *, read_only: bool = False) -> str
     if status == 0:
         return None
     with suppress(RuntimeError):  # the failed call leaves its error behind, and the next kernel would raise it
-        torch.ones(1, device=device)
+        torch.ones(1, dtype=torch.uint8, device=device)
     return f"CUDA error {status}"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
 from async_grpo.errors import UsageError
+from async_grpo.log import logger
 from async_grpo_experiments.algorithms.protocols import Cut
 from async_grpo_experiments.algorithms.proxy import (
     RECORD,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from archived_run import RUN, ArchivedRun, three_steps
-from loguru import logger
 
 from async_grpo.cli import main
 from async_grpo.cli.compute.evaluate import _table
+from async_grpo.log import logger
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job
 from async_grpo.rundir.files import write_json

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from async_grpo.launch.child_log import LogLine, LogTail
+from async_grpo.log import logger
 from async_grpo.setup.process import LOG_FORMAT
 from async_grpo.telemetry.run_log import STEP
 

@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loguru import logger
 
 from async_grpo.envs import Endpoint
+from async_grpo.log import logger
 from async_grpo.rollout.endpoint import doors, private_socket
 from async_grpo.rollout.endpoint.protocol import Answer, Request, RequestRefusal, Rules
 from async_grpo.rollout.endpoint.server import EndpointServer

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 
 import pytest
-from loguru import logger
 
+from async_grpo.log import logger
 from async_grpo.setup.library_warnings import LIBRARIES, show_library_warnings
 
 

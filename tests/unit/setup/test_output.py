@@ -15,7 +15,7 @@ from async_grpo.setup.output import LossyOutput
 
 PRINTS = """
 import sys
-from loguru import logger
+from async_grpo.log import logger
 from async_grpo.setup.process import set_up_log
 set_up_log("INFO")
 for number in range(3):

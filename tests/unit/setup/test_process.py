@@ -121,7 +121,7 @@ def test_a_child_whose_parent_died_before_it_could_ask_ends_too() -> None:
 
 def test_the_log_is_one_line_a_message_and_prints_go_through_it() -> None:
     code = """
-        from loguru import logger
+        from async_grpo.log import logger
         from async_grpo.setup.process import log_prints, set_up_log
         set_up_log("INFO")
         logger.debug("not shown")
@@ -139,6 +139,24 @@ def test_the_log_is_one_line_a_message_and_prints_go_through_it() -> None:
         "INFO    accuracy 0.5",
         "INFO    half a line {braces} <red>tags</red>",
     ]
+
+
+def test_what_ends_a_process_is_put_back_where_user_code_replaces_it() -> None:
+    """Also where that code raises: the error is said on the standard error."""
+    code = """
+        import signal, sys
+        from async_grpo.setup.process import StopRequest, ending_kept, set_up_log
+        set_up_log("INFO")
+        StopRequest().install()
+        with ending_kept():
+            sys.stderr, sys.excepthook = None, lambda *_: None
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyError("said")
+    """
+    with child(code) as process:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert " WARNING the setup file replaces sys.stderr, sys.excepthook, SIGINT in this process" in errors
+    assert errors.endswith("KeyError: 'said'\n")
 
 
 def test_each_process_has_its_own_compile_cache() -> None:

@@ -10,20 +10,18 @@ import contextlib
 import functools
 import inspect
 import random
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from types import CellType, CodeType
 from typing import Any
 
 from async_grpo.checks.differential.notes import Note, Notes, noted
+from async_grpo.rollout.held_data import held_by
 from async_grpo.setup.replaced import of_libraries, replaced_at
 
 Noting = Generator[None, Any, None]  # goes on with what the function returned, or the exception that it raised
 
 _NOT_INPUTS = ("log_extra", "log_metric", "trainer_state")
 _LIBRARIES = ("trl", "transformers", "accelerate", "peft", "torch", "async_grpo", "abc", "builtins", "typing")
-_MOST_ITEMS = 1000  # of a container that is looked at
-_PLAIN = (bool, int, float, str, bytes, type(None), list, tuple, dict, set, frozenset)
 
 
 def note_rewards_and_tools(trainer: Any, notes: Notes) -> None:
@@ -182,64 +180,6 @@ def _method(notes: Notes, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     yield
 
 
-# --- what a function keeps between calls
-
-
 def held_state(function: Any) -> dict[str, list[str]]:
-    """A function's data by name, as notes have values: attributes, closures, globals that it reads.
-
-    Without what cannot be told apart from call to call.
-    """
-    found: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    if owner is None and not inspect.isfunction(function):
-        owner, function = function, vars(type(function)).get("__call__")
-    if owner is not None:
-        found |= {f"{type(owner).__name__}.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
-    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
-    if inspect.isfunction(function):
-        found |= {f"{function.__name__}.{name}": value for name, value in vars(function).items()}
-        found |= dict(_read_by(function, set()))
-    return {name: noted(it) for name, value in found.items() if (it := _data(value)) is not _NOTHING}
-
-
-_NOTHING = object()
-
-
-def _read_by(function: Any, seen: set[Any]) -> Iterator[tuple[str, Any]]:
-    """The variables outside of the function that it reads, and that functions of its module read which it calls."""
-    if function in seen:
-        return
-    seen.add(function)
-    code, outside = function.__code__, function.__globals__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    read = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-    read |= {name: outside[name] for name in _names(code) if name in outside}
-    for name, value in read.items():
-        if inspect.isfunction(value) and value.__globals__ is outside:
-            yield from _read_by(value, seen)
-        else:
-            yield name, value
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _data(value: Any) -> Any:
-    """The part of a value that can be noted; `_NOTHING` where that would say nothing, or would be too much."""
-    if isinstance(value, _PLAIN):
-        return _NOTHING if isinstance(value, Sized) and len(value) > _MOST_ITEMS else value
-    if inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value):
-        return _NOTHING
-    if (step := getattr(getattr(value, "state", None), "global_step", None)) is not None:  # a trainer
-        return {"state.global_step": step}
-    if type(value).__module__ in ("itertools", "collections", "random"):
-        return repr(value)
-    attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, Mapping):
-        return _NOTHING
-    return {name: it for name, it in attributes.items() if isinstance(it, _PLAIN) and _data(it) is not _NOTHING}
+    """What a function keeps between calls, as notes have values."""
+    return {name: noted(value) for name, value in held_by(function).items()}

@@ -220,7 +220,7 @@ def _runs(index: int) -> bool:
     import torch
 
     try:
-        return int((torch.ones(2, device=f"cuda:{index}") * 2).sum().item()) == 4
+        return int((torch.ones(2, dtype=torch.float32, device=f"cuda:{index}") * 2).sum().item()) == 4
     except RuntimeError:
         return False
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from async_grpo.errors import GeneratorError, UnsupportedError, reason_of
 from async_grpo.images import images_in
+from async_grpo.log import logger
 from async_grpo.rollout.endpoint.agents import Agents, is_lost_connection
 from async_grpo.rollout.endpoint.chat import Chat
 from async_grpo.rollout.endpoint.episode import Episode

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from loguru import logger
+from async_grpo.log import logger
 
 PREFIX = "async-grpo-endpoint-"
 _NEW, _NAME = "opened", "socket"  # of one length: a path that can be bound can be connected to

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
-from loguru import logger
 
 from async_grpo.formatting import one_line
+from async_grpo.log import logger
 from async_grpo.rollout.endpoint.doors import Doors
 from async_grpo.rollout.endpoint.private_socket import private_socket
 from async_grpo.rollout.endpoint.protocol import (

@@ -9,10 +9,10 @@ from collections.abc import Generator, Sequence
 from itertools import groupby
 
 from accelerate.utils.memory import should_reduce_batch_size
-from loguru import logger
 
 from async_grpo.errors import GeneratorError, reason_of
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.telemetry.activity import activity
 

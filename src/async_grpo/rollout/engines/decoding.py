@@ -76,7 +76,7 @@ class SamplingLoop:
         self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
         self._sequences_BL[:, : self._place] = input_ids
         self.completions_BC = self._sequences_BL[:, self._place :]
-        self.logprobs_BC = torch.zeros(self.completions_BC.shape, device=input_ids.device)
+        self.logprobs_BC = torch.zeros(self.completions_BC.shape, dtype=torch.float32, device=input_ids.device)
         self.lengths_B = input_ids.new_zeros(rows)
         self._going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
         self._going = rows  # at the last look

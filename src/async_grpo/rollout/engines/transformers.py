@@ -79,7 +79,7 @@ class TransformersEngine(BatchEngine):
 
     def _begin(self, groups: Sequence[PreparedGroup]) -> SamplingLoop:
         """Have `generate` prepare everything up to its decoding loop, and return the loop instead of running it."""
-        prompts = [torch.tensor(ids, dtype=torch.long) for group in groups for ids in group.prompt_ids]
+        prompts = [torch.tensor(ids, dtype=torch.long, device="cpu") for group in groups for ids in group.prompt_ids]
         pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
         input_ids = pad_left(prompts, padding_value=self._pad_token_id).to(self._model.device)
         attention_mask = pad_left([torch.ones_like(prompt) for prompt in prompts]).to(self._model.device)

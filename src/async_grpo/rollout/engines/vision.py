@@ -32,7 +32,7 @@ class VisionInputs:
         for fields, prompts in self._parts:
             keys += [keys[-1] + (fields is not before)] * len(prompts)
             before = fields
-        return torch.tensor(keys[1:], device=self._device)
+        return torch.tensor(keys[1:], dtype=torch.long, device=self._device)
 
     def small(self) -> dict[str, Tensor]:
         """The tensors of all rows that positions are computed from."""
@@ -52,7 +52,7 @@ class VisionInputs:
             elif values:
                 rows = [row for part in parts for row in _per_token(name, *part)]
                 padded = [[0] * (self._longest - len(row)) + row + [0] * more_tokens for row in rows]
-                merged[name] = torch.tensor(padded, device=self._device)
+                merged[name] = torch.tensor(padded, dtype=torch.long, device=self._device)
         return merged
 
 

@@ -11,7 +11,8 @@ from collections.abc import MutableMapping
 from importlib import import_module
 
 import torch
-from loguru import logger
+
+from async_grpo.log import logger
 
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner"

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from loguru import logger
-
 from async_grpo.errors import GeneratorError
+from async_grpo.log import logger
 from async_grpo.rollout.threads import KeptThreads, UserCode
 from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.lines import Waiting, WaitingLine

@@ -17,13 +17,13 @@ from math import inf
 from typing import Any, NoReturn
 
 import torch
-from loguru import logger
 from torch import Tensor
 from transformers import TrainerCallback
 
 from async_grpo.archive.history import Sampler
 from async_grpo.errors import RunRefused
 from async_grpo.images import MODEL_INPUTS
+from async_grpo.log import logger
 from async_grpo.setup.generator_choice import HF
 from async_grpo.training.corrections.kept import IDS, SIZES
 from async_grpo.training.corrections.weights import loss_mask

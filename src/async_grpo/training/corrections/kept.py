@@ -52,8 +52,8 @@ def _rows(group: RolloutGroup) -> list[Row]:
 
 def columns(rows: Sequence[Row], tokens: int, device: torch.device) -> dict[str, Tensor]:
     """The rows as entries of a batch whose completions are padded to `tokens`."""
-    sizes = torch.zeros(len(rows), tokens, dtype=torch.int32)
-    ids = torch.zeros(len(rows), max(len(row_ids) for _, row_ids in rows), dtype=torch.int32)
+    sizes = torch.zeros(len(rows), tokens, dtype=torch.int32, device="cpu")
+    ids = sizes.new_zeros(len(rows), max(len(row_ids) for _, row_ids in rows))
     for index, (row_sizes, row_ids) in enumerate(rows):
         sizes[index, : len(row_sizes)] = torch.from_numpy(row_sizes)
         ids[index, : len(row_ids)] = torch.from_numpy(row_ids)

@@ -40,7 +40,7 @@ def log_ratios(log_pi: Tensor, log_mu: Tensor, mask: Tensor, unit: str) -> Tenso
 
 def sums_of(logs: Tensor) -> Tensor:
     """[log sum w, log sum w^2, n] of ratios whose logarithms are `logs`."""
-    return torch.stack([logs.logsumexp(0), (2 * logs).logsumexp(0), torch.tensor(logs.numel()).to(logs)])
+    return torch.stack([logs.logsumexp(0), (2 * logs).logsumexp(0), logs.new_tensor(logs.numel())])
 
 
 def effective_share(sums: Tensor) -> float:

@@ -15,10 +15,10 @@ from contextlib import suppress
 from statistics import mean
 from typing import Any
 
-from loguru import logger
 from transformers import TrainerCallback
 
 from async_grpo.errors import DiskFullError
+from async_grpo.log import logger
 from async_grpo.settings import OFF
 from async_grpo.training.corrections.rule import Rule
 

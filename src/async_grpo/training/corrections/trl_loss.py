@@ -94,7 +94,7 @@ class CorrectedLoss(Unpadded):
     ) -> Any:
         if self._unused_old_logps:
             self._unused_old_logps = False
-            return torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device), None, None
+            return input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32), None, None
         with _over_kept_tokens(self, attention_mask, logits_to_keep) as over_kept:
             result = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs

@@ -14,10 +14,10 @@ from threading import Thread
 from typing import Any, Generic, TypeVar
 
 import requests
-from loguru import logger
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
+from async_grpo.log import logger
 from async_grpo.redaction import Redactor
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding

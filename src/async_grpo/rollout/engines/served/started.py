@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loguru import logger
-
 from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError
+from async_grpo.log import logger
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine

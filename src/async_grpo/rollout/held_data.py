@@ -1,0 +1,146 @@
+"""Data that reward functions keep between their calls: each worker has a copy of it, where TRL has one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from types import CellType, CodeType
+from typing import Any
+
+from async_grpo.log import logger
+from async_grpo.rollout.failures import is_users_code
+
+FIRST_CALLS = 8  # of a worker, that are looked at
+_MOST_ITEMS = 1000  # of a container that is looked at
+_MOST_INSIDE = 31  # of a container in one
+_MOST_BYTES = 1 << 16  # of an array or tensor
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_PLAIN = (bool, int, float, str, bytes, type(None), *_CONTAINERS)
+_NOTHING = object()
+
+
+class HeldData:
+    """Warns once of each reward function that changes what it keeps, in the first calls of a worker."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._told: set[int] = set()  # places of functions
+
+    @contextmanager
+    def around(self, names: Sequence[str], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+        """Call the functions in this block."""
+        self._calls += 1
+        if self._calls > FIRST_CALLS:
+            yield
+            return
+        watched = [at for at, it in enumerate(functions) if at not in self._told and not hasattr(it, "forward")]
+        before = [_copied(held_by(functions[place]), _MOST_ITEMS) for place in watched]
+        yield
+        for place, held in zip(watched, before, strict=True):
+            now = _copied(held_by(functions[place]), _MOST_ITEMS)
+            if changed := sorted(name for name in held if not _goes_on(held[name], now.get(name))):
+                self._told.add(place)
+                logger.warning(
+                    "the reward function {} changes {} when it is called: each worker has its own, and TRL has one, so "
+                    "its rewards may depend on the number of workers. Compute them from what the function is given. "
+                    "`async-grpo check` compares them with TRL's",
+                    names[place],
+                    ", ".join(changed),
+                )
+
+
+def _goes_on(before: Any, now: Any) -> bool:
+    """Whether everything that was there is there: nothing has changed, or a cache has been filled."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(name in now and _goes_on(value, now[name]) for name, value in before.items())
+    return before is None or before == now
+
+
+def _copied(value: Any, most: int) -> Any:
+    """A value as it is now, to be compared: of a large container its size, of other objects which one it is."""
+    if isinstance(value, _CONTAINERS) and len(value) > most:
+        return len(value)
+    if isinstance(value, dict):
+        return {name: _copied(it, _MOST_INSIDE) for name, it in {**value}.items()}
+    if isinstance(value, _CONTAINERS):
+        return type(value), [_copied(it, _MOST_INSIDE) for it in [*value]]
+    if isinstance(value, _PLAIN):
+        return value
+    return str(value.tolist()) if _is_small_array(value) else id(value)
+
+
+def _is_small_array(value: Any) -> bool:
+    return hasattr(value, "tolist") and getattr(value, "nbytes", _MOST_BYTES + 1) <= _MOST_BYTES
+
+
+def held_by(function: Any) -> dict[str, Any]:
+    """A function's data by name: attributes, closures, globals that it reads, values of arguments by default.
+
+    Without what cannot be told apart from call to call.
+    """
+    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        given, function = {**function.keywords, **given}, function.func
+    owner = getattr(function, "__self__", None)
+    if owner is None and not inspect.isfunction(function):
+        owner, function = function, vars(type(function)).get("__call__")
+    if owner is not None:
+        found |= {f"{type(owner).__name__}.{name}": value for name, value in _attributes(owner).items()}
+    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+    if inspect.isfunction(function):
+        found |= {f"{function.__name__}.{name}": value for name, value in vars(function).items()}
+        found |= {name: it.default for name, it in inspect.signature(function).parameters.items()}
+        found |= dict(_read_by(function, set()))
+    return {name: it for name, value in {**found, **given}.items() if (it := _data(value)) is not _NOTHING}
+
+
+def _read_by(function: Any, seen: set[Any]) -> Iterator[tuple[str, Any]]:
+    """The variables outside of the function that it reads, and that functions of its module read which it calls."""
+    if function in seen:
+        return
+    seen.add(function)
+    code, outside = function.__code__, function.__globals__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    read = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    read |= {name: outside[name] for name in _names(code) if name in outside}
+    for name, value in read.items():
+        if inspect.isfunction(value) and value.__globals__ is outside:
+            yield from _read_by(value, seen)
+        else:
+            yield name, value
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _data(value: Any) -> Any:
+    """The part of a value that can be noted; `_NOTHING` where that would say nothing, or would be too much."""
+    if isinstance(value, _PLAIN):
+        return _NOTHING if isinstance(value, Sized) and len(value) > _MOST_ITEMS else value
+    if _is_small_array(value):
+        return value
+    if inspect.isroutine(value) or inspect.ismodule(value):
+        return _NOTHING
+    if (step := getattr(getattr(value, "state", None), "global_step", None)) is not None:  # a trainer
+        return {"state.global_step": step}
+    if type(value).__module__ in ("itertools", "collections", "random"):
+        return repr(value)
+    found = {name: it for name, it in _attributes(value).items() if isinstance(it, _PLAIN)}
+    return {name: it for name, it in found.items() if _data(it) is not _NOTHING} if found else _NOTHING
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What is set in an object and in its class, or in a class, of the user's code."""
+    kind = value if inspect.isclass(value) else type(value)
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__ != "types" and not is_users_code(getattr(module, "__file__", None) or ""):
+        return {}
+    of_class = {name: it for name, it in vars(kind).items() if not name.startswith("__")}
+    slots = {name: getattr(value, name) for name in getattr(kind, "__slots__", ()) if hasattr(value, name)}
+    return of_class if kind is value else {**of_class, **slots, **getattr(value, "__dict__", {})}
