@@ -127,30 +127,22 @@ def test_an_applied_field_is_in_force_as_if_the_run_had_begun_with_it(tmp_path: 
     assert groups_of(resumed) == groups_of(wanted)
 
 
-def test_the_same_settings_leave_optimizer_and_schedule_as_they_were(tmp_path: Path, lines: list[str]) -> None:
+def test_the_same_settings_leave_optimizer_and_schedule_as_they_were(tmp_path: Path, messages: list[str]) -> None:
     begun = stepped(with_optimizer(tmp_path / "a"))
     resumed = with_optimizer(tmp_path / "b")
     resumed._load_optimizer_and_scheduler(str(saved(begun, tmp_path / "checkpoint-4")))
     assert groups_of(resumed) == groups_of(begun)
     assert resumed.lr_scheduler.state_dict() == begun.lr_scheduler.state_dict()
-    assert lines == []
+    assert messages == []
 
 
-@pytest.fixture
-def lines() -> Any:
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(message.record["message"]), level="INFO")
-    yield said
-    logger.remove(sink)
-
-
-def test_a_stretched_schedule_is_said_with_both_rates(tmp_path: Path, lines: list[str]) -> None:
+def test_a_stretched_schedule_is_said_with_both_rates(tmp_path: Path, messages: list[str]) -> None:
     checkpoint = saved(stepped(with_optimizer(tmp_path / "a", warmup_steps=0)), tmp_path / "checkpoint-4")
     resumed = with_optimizer(tmp_path / "b", warmup_steps=0, max_steps=40)
     resumed.state.global_step = STEPS_DONE
     resumed._load_optimizer_and_scheduler(str(checkpoint))
-    assert len(lines) == 1
-    assert "the learning rate of step 5 is 0.0009, and would be 0.0008 with the checkpoint's settings" in lines[0]
+    assert len(messages) == 1
+    assert "the learning rate of step 5 is 0.0009, and would be 0.0008 with the checkpoint's settings" in messages[0]
 
 
 def test_a_checkpoint_without_optimizer_says_that_the_schedule_begins_again(

@@ -243,18 +243,13 @@ def test_recursive_credit_refuses_turns_that_differ(tmp_path: Path) -> None:
         served(lambda: get_trainer(arguments=given))
 
 
-def test_a_run_says_once_that_turn_has_two_levels(tmp_path: Path) -> None:
+def test_a_run_says_once_that_turn_has_two_levels(tmp_path: Path, warnings: list[str]) -> None:
     def every_turn(completions: list[Any], **_: Any) -> list[list[float]]:
         return [[0.1 for message in completion if message["role"] == "assistant"] for completion in completions]
 
-    said: list[str] = []
-    sink = logger.add(said.append, level="WARNING", format="{message}")
-    try:
-        for _ in range(2):
-            served(turn_trainer(tmp_path, credit="turn", turn_reward_funcs=every_turn))
-    finally:
-        logger.remove(sink)
-    assert ["reward_to_go" in line for line in said if "several turns" in line] == [True]
+    for _ in range(2):
+        served(turn_trainer(tmp_path, credit="turn", turn_reward_funcs=every_turn))
+    assert ["reward_to_go" in line for line in warnings if "several turns" in line] == [True]
 
 
 @pytest.mark.parametrize(

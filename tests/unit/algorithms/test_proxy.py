@@ -83,14 +83,11 @@ def test_a_proxy_says_how_it_orders_pairs_of_prompts_that_it_was_not_trained_on(
     assert proxy.record.held_out_right > 0.9
 
 
-def test_a_proxy_that_orders_by_chance_is_warned_of(settings: ProxySettings, tmp_path: Path) -> None:
-    said: list[str] = []
-    sink = logger.add(said.append, format="{message}", level="WARNING")
-    try:
-        train_proxy(replace(settings, proxy=ProxyTraining(epochs=0.1, lr=1e-6)), pairs(100, settings), tmp_path)
-    finally:
-        logger.remove(sink)
-    assert any("That may be chance (95% " in line for line in said)
+def test_a_proxy_that_orders_by_chance_is_warned_of(
+    settings: ProxySettings, tmp_path: Path, warnings: list[str]
+) -> None:
+    train_proxy(replace(settings, proxy=ProxyTraining(epochs=0.1, lr=1e-6)), pairs(100, settings), tmp_path)
+    assert any("That may be chance (95% " in line for line in warnings)
 
 
 def test_the_same_seed_gives_the_same_proxy_which_later_rounds_copy(settings: ProxySettings, tmp_path: Path) -> None:

@@ -112,17 +112,14 @@ def test_what_is_right_gets_a_bonus(correct: tuple[bool, ...], scores: tuple[flo
     assert preferable(found, PAIRS) == preferred
 
 
-def test_best_and_worst_of_each_group_are_a_pair_and_ties_are_counted() -> None:
+def test_best_and_worst_of_each_group_are_a_pair_and_ties_are_counted(messages: list[str]) -> None:
     def group(problem: int, *rewards: float) -> Continuations:
         tokens = tuple((token,) for token in range(len(rewards)))
         return Continuations(cut=Cut(problem=problem), prompt=(9,), completions=tokens, rewards=rewards)
 
     certain = replace(PAIRS, bradley_terry_sampling=False)
-    said: list[str] = []
-    sink = logger.add(lambda line: said.append(line.record["message"]), level="INFO")
     rows = best_and_worst([group(0, 0.5, 0.0, 1.0, 0.0), group(1, 1.0, 1.0)], certain)
-    logger.remove(sink)
-    assert said == ["1 of 2 pairs left out: all of its rewards are equal."]
+    assert messages == ["1 of 2 pairs left out: all of its rewards are equal."]
     assert [(row.group, row.continuation, row.label) for row in rows.items] == [(0, (2,), 1.0), (0, (1,), 0.0)]
     assert rows.dropped == 1
     with pytest.raises(UsageError, match="nothing to learn: each of the 1 pair has one reward"):

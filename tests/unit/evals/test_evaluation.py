@@ -257,15 +257,16 @@ def test_before_and_after_are_those_of_the_headline_and_an_accuracy_only_where_i
     assert kept(1.0) == {}
 
 
-def test_an_evaluation_that_nobody_asked_for_says_how_to_turn_it_off(lines: list[str]) -> None:
+def test_an_evaluation_that_nobody_asked_for_says_how_to_turn_it_off(messages: list[str]) -> None:
     found = [Problem(row, "") for row in problems(3)]
     say_what_is_evaluated(found, TrainingSettings())
-    assert len(lines) == 1 and "answer its 3 problems" in lines[0] and "--eval-every 0 turns this off" in lines[0]
+    assert len(messages) == 1 and "answer its 3 problems" in messages[0]
+    assert "--eval-every 0 turns this off" in messages[0]
     say_what_is_evaluated(found, TrainingSettings(eval_every=20))
     say_what_is_evaluated(found, TrainingSettings(eval_every=0))
-    assert len(lines) == 1
+    assert len(messages) == 1
     say_what_is_evaluated([], TrainingSettings(eval_every=20))
-    assert "has no eval_dataset, so nothing is evaluated" in lines[1]
+    assert "has no eval_dataset, so nothing is evaluated" in messages[1]
 
 
 def test_duplicate_problems_are_warned_of(warnings: list[str]) -> None:
@@ -274,14 +275,6 @@ def test_duplicate_problems_are_warned_of(warnings: list[str]) -> None:
     assert warnings == []
     warn_of_duplicates([*found, found[0], Problem({**found[1].row}, "")])
     assert len(warnings) == 1 and "2 of the 6 problems of the eval_dataset are equal to an earlier one" in warnings[0]
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(message.record["message"]), level="INFO")
-    yield said
-    logger.remove(sink)
 
 
 def test_answers_that_were_sampled_otherwise_are_not_used_again(server: ServerQueue, worker: WorkerQueue) -> None:
