@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from datasets import Dataset
@@ -12,9 +13,12 @@ from in_process import build_model, build_tokenizer, build_trainer, plain_rows
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import RunDirError
+from async_grpo.roles.parameter_server import training_of
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.process import StopRequest
 from async_grpo.training.checkpoints import CheckpointFolder, resume
 from async_grpo.training.hyperparameters import configuration
 from plans import planned
@@ -56,6 +60,17 @@ def test_data_in_another_order_are_said(tmp_path: Path, begun: RunState, warning
     trainer = build_trainer(tmp_path / "outputs", train_dataset=turned)
     assert resume(trainer, RunDir(tmp_path / "worker"), begun) is not None
     assert len(warnings) == 1 and "not what they were, or not in the same order: 14 rows" in warnings[0]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_is_undecided_may_stop_a_resumed_run(stops: bool, tmp_path: Path, begun: RunState) -> None:
+    run, trainer = RunDir(tmp_path / "worker"), build_trainer(tmp_path / "outputs")
+    write_json(run.summary, {"undecided_tokens": 64} if stops else {})
+    with training_of(trainer, run, begun, TrainingSettings(resume=True), StopRequest()) as training:
+        guard = cast(Any, trainer).correct.fresh
+        assert guard.bound.stops == stops
+        guard.on_pre_optimizer_step(None, trainer.state)
+        assert training.figures == {"undecided_tokens": 0, "undecided_nats": 0.0}
 
 
 def test_a_setting_that_the_checkpoint_cannot_give_up_is_refused_by_the_record_of_the_run(

@@ -15,7 +15,6 @@ from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig
 from async_grpo.errors import RunDirError
-from async_grpo.log import logger
 from async_grpo.training import resumed_settings
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.hyperparameters import configuration

@@ -29,7 +29,6 @@ from trl_contract import moved
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.credit import trainer as hooks
 from async_grpo.errors import RunRefused, UnsupportedError
-from async_grpo.log import logger
 from async_grpo.roles import replay
 from async_grpo.settings import NO_PADDING
 from async_grpo.setup.overrides import overridden

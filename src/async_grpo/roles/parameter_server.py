@@ -231,7 +231,7 @@ def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: floa
         "steps": training.step,
         "wall_seconds": round(wall_s, 1),
         **training.metrics.totals(),
-        **training.padding_fraction,
+        **training.figures,
         **training.log.quotes(),
         **before_and_after(run.evaluations),
         "run_id": state.run_id,

@@ -23,14 +23,11 @@ _OF_A_PROCESS = (
     *("rollouts_per_second", "staleness_mean", "staleness_max", "trainer_wait_fraction", "worker_busy_fraction"),
     *("worker_restarts", "jobs_quarantined", "groups_dropped"),
 )
-_OF_SOME = (
-    *("resumed_from", "rollouts_before", "reward_first", "reward_last", "padding_fraction"),
-    *("accuracy_before", "accuracy_after", "evaluated_before", "evaluated_after"),
-)
 _PAIRS = (  # where the one is there, the other is
     *(("resumed_from", "rollouts_before"), ("reward_first", "reward_last"), ("accuracy_after", "accuracy_before")),
-    ("evaluated_after", "evaluated_before"),
+    *(("evaluated_after", "evaluated_before"), ("undecided_tokens", "undecided_nats")),
 )
+_OF_SOME = ("padding_fraction", *(name for pair in _PAIRS for name in pair))
 _TEXTS = ("state", "run_id", "checkpoints", "tensorboard", "evaluated", "evaluated_with")
 _EVALUATED = {"success_rate": "success rate", "reward_mean": "mean reward"}
 
@@ -146,6 +143,9 @@ def _of_process(figures: dict[str, Any], run: RunDir) -> list[Row]:
     ]
     if "padding_fraction" in figures:
         rows.insert(2, ("trainer computed", f"{figures['padding_fraction']:.2f} × the real tokens"))
+    if "undecided_tokens" in figures:
+        seen = f"{figures['undecided_tokens']} fresh tokens are too few ({figures['undecided_nats']:.2g} nats apart)"
+        rows.append(("trainer and sampler", f"undecided: {seen}"))
     if figures.get("workers_lost"):
         rows.append(("workers lost at the end", ", ".join(map(str, figures["workers_lost"]))))
     if figures["jobs_quarantined"]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from async_grpo.archive.history import ConsumptionRecord, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.queue import ServerQueue
+from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
@@ -147,7 +148,8 @@ class Parts:
         """Let the trainer take its rollouts from `events`, and report; returns what names the folder of the curves."""
         trainer, settings, rule = self.trainer, self.settings, rule_of(self.settings)
         noisy = rule.name == "none" or describe_noise(trainer)
-        stops = not (settings.accept_mismatch or self.resumed or noisy)
+        judged = self.resumed and "undecided_tokens" not in summary.read(self.run.summary)
+        stops = not (settings.accept_mismatch or judged or noisy)
         bound = bound_of(trainer, self._sampled, settings.publish_dtype, stops=stops)
         trl_trainer.make_async(trainer, events, correction=rule, fresh=bound, padding=settings.padding)
         curves = self._report()

@@ -60,10 +60,11 @@ class AsyncTraining(TrainingEvents):
         return int(self._trainer.state.max_steps)
 
     @property
-    def padding_fraction(self) -> dict[str, float]:
-        """Tokens that were computed in training steps over those that are there; empty before the first."""
+    def figures(self) -> dict[str, float]:
+        """What the steps have shown of padding, and of fresh tokens that are too few; empty before the first."""
         there = self._trainer.tokens_there
-        return {"padding_fraction": round(self._trainer.tokens_computed / there, 3)} if there else {}
+        padding = {"padding_fraction": round(self._trainer.tokens_computed / there, 3)} if there else {}
+        return {**padding, **self._trainer.correct.fresh.undecided}
 
     def train(self) -> bool:
         """Train to the last step; True when it was reached, False when the run was asked to stop before."""

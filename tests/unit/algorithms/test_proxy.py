@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from async_grpo.errors import UsageError
-from async_grpo.log import logger
 from async_grpo_experiments.algorithms.protocols import Cut
 from async_grpo_experiments.algorithms.proxy import (
     RECORD,

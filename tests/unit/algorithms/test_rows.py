@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import BadFileError, UsageError
-from async_grpo.log import logger
 from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
 from async_grpo_experiments.algorithms.pita import PITA, PITASettings
 from async_grpo_experiments.algorithms.protocols import (

@@ -72,7 +72,7 @@ def test_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
         "next: async-grpo board worker --serve\n",
     ):
         assert part in text
-    assert "set aside" not in text and "dropped" not in text
+    assert all(words not in text for words in ("set aside", "dropped", "undecided"))
 
 
 def test_the_warning_of_a_run_whose_policy_ran_away_is_repeated(
@@ -112,6 +112,13 @@ def test_workers_that_died_at_the_end_are_named(run: RunDir, capsys: pytest.Capt
 
 def test_groups_that_were_dropped_are_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert "484, of equal rewards or over age" in shown(run, capsys, groups_dropped=484)
+
+
+def test_too_few_fresh_tokens_are_said_with_what_they_have_shown(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(run, capsys, undecided_tokens=64, undecided_nats=0.87123)
+    assert re.search(r"trainer and sampler +│ undecided: 64 fresh tokens are too few \(0.87 nats apart\)", text)
 
 
 def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,21 +43,34 @@ def far(value: float = 1.0, tokens: int = LEAST) -> Tensor:
     return torch.full((2, tokens // 2), value)
 
 
-def test_more_than_the_bound_stops() -> None:
-    with pytest.raises(RunRefused, match=r"1 nats apart, the mean of 256 tokens.*at most 0\.5 are expected"):
-        judged(guard(), batch(far()))
-
-
-def test_micro_batches_count_together() -> None:
-    with pytest.raises(RunRefused, match=r"0\.75 nats apart"):
-        judged(guard(), batch(far(0.5, LEAST // 2)), batch(far(1.0, LEAST // 2)))
-
-
 @pytest.mark.parametrize("value", [inf, -inf, 1e6])
 def test_one_token_never_decides(value: float) -> None:
-    apart = far(0.0)
-    apart[0, 3] = value
-    judged(guard(Bound(nats=0.02, basis="", stops=True)), batch(apart))
+    for tokens in (8, LEAST):
+        apart = far(0.0, tokens)
+        apart[0, 3] = value
+        judged(guard(Bound(nats=0.02, basis="", stops=True)), batch(apart))
+
+
+@pytest.mark.parametrize(("value", "step"), [(0.51, 4), (0.87, 3), (4.0, 1)])
+def test_small_batches_are_judged_together_as_soon_as_no_others_could_make_it_right(value: float, step: int) -> None:
+    """Each step has two micro-batches."""
+    watch, small = guard(), [batch(far(value + shift, LEAST // 8)) for shift in (0.25, -0.25)]
+    for number in range(1, step):
+        judged(watch, *small)
+        assert watch.undecided == {"undecided_tokens": number * LEAST // 4, "undecided_nats": value}
+    said = f"{value:g} nats apart, the mean of {step * LEAST // 4} tokens.*at most 0.5 are expected"
+    with pytest.raises(RunRefused, match=said):
+        judged(watch, *small)
+    assert not watch.undecided
+
+
+def test_small_batches_that_agree_end_nothing_and_nor_do_later_ones() -> None:
+    watch = guard()
+    for _ in range(4):
+        assert watch.waits
+        judged(watch, batch(far(0.04, LEAST // 4)))
+    assert not watch.waits and not watch.undecided
+    judged(watch, batch(far()))
 
 
 def test_what_does_not_count() -> None:
@@ -68,20 +81,13 @@ def test_what_does_not_count() -> None:
     watch = guard()
     judged(watch, batch(unknown), batch(far(), **masked), batch(far(), **stale))
     assert watch.waits, "there was no token to judge"
-
-
-def test_steps_without_fresh_tokens_leave_nothing_behind() -> None:
-    """A run of stale rollouts is never judged, and each step costs as much as the first."""
-    watch, stale = guard(), {"policy_version": torch.tensor([-1, -1])}
-    for _ in range(3):
-        judged(watch, batch(far(), **stale))
-    assert watch.waits and isinstance(watch._sums, Tensor) and watch._sums.tolist() == [0, 0]
+    assert watch.undecided == {"undecided_tokens": 0, "undecided_nats": 0.0}
 
 
 def test_what_is_apart_by_design_is_not_judged() -> None:
     watch = guard(Bound())
     judged(watch, batch(far()))
-    assert not watch.waits
+    assert not watch.waits and not watch.undecided
 
 
 @pytest.mark.parametrize(
@@ -93,11 +99,11 @@ def test_the_cause_is_what_the_completion_alone_says(alone: Tensor | None, cause
         judged(guard(alone=alone), batch(far()))
 
 
-def test_ranks_decide_together_by_the_bound_of_rank_0() -> None:
-    """Two ranks with half of the tokens each: both stop, and rank 0 says why."""
-    half = far(tokens=LEAST // 2)
-    of_rank_0, of_rank_1 = [LEAST / 2, LEAST / 2, 0.5, 1.0, 1.0], [LEAST / 2, LEAST / 2, inf, 0.0, 1.0]
-    rows = torch.tensor([of_rank_0, of_rank_1])
+@pytest.mark.parametrize(("tokens", "value"), [(LEAST // 2, 1.0), (LEAST // 4, 1.25)])
+def test_ranks_decide_together_by_the_bound_of_rank_0(tokens: int, value: float) -> None:
+    """Two ranks, neither of which has enough: both stop, and rank 0 says why."""
+    half, seen = far(value, tokens), [value * tokens, float(tokens)]
+    rows = torch.tensor([[*seen, 0.5, 1.0, 1.0], [*seen, inf, 0.0, 1.0]])
     told: list[Tensor] = []
 
     def gather(own: Tensor) -> Tensor:

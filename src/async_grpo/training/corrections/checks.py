@@ -10,6 +10,7 @@ from async_grpo.archive.history import Sampler
 from async_grpo.errors import UnsupportedError
 from async_grpo.settings import OFF
 from async_grpo.setup.generator_choice import HF, VLLM, wants_vllm
+from async_grpo.setup.replaced import users_class
 from async_grpo.setup.sampling import WITHOUT_SAMPLER, effective_sampling
 from async_grpo.training.corrections.rule import TOKEN, Rule
 from async_grpo.training.corrections.trl_loss import takes_weights
@@ -25,20 +26,20 @@ def check(rule: Rule, trainer: Any, *, own_loss: bool) -> None:
         _check_vespo(rule, trainer)
     if rule.name == "trl" and own_loss:
         raise UnsupportedError(
-            f"--correction trl weighs the loss by TRL's own code, but {_class_name(trainer)} has a loss of its own "
+            f"--correction trl weighs the loss by TRL's own code, but {users_class(trainer)} has a loss of its own "
             "that does not call TRL's. Take another --correction: bypass changes only what the ratio is against."
         )
     if rule.step_scaling != OFF:
         _check_step_scaling(rule, trainer)
     if rule.weighs and not takes_weights(trainer):
         raise UnsupportedError(
-            f"--correction {rule.name} multiplies the loss by weights, which the loss of {_class_name(trainer)} does "
+            f"--correction {rule.name} multiplies the loss by weights, which the loss of {users_class(trainer)} does "
             "not take, in TRL neither. Take --correction bypass."
         )
     if rule.weighs and own_loss and trainer.args.off_policy_mask_threshold is not None:
         raise UnsupportedError(
             f"off_policy_mask_threshold masks whole sequences, which --correction {rule.name} would make a decision "
-            f"for each token, because {_class_name(trainer)} has a loss of its own and gets the weights with its "
+            f"for each token, because {users_class(trainer)} has a loss of its own and gets the weights with its "
             "advantages. Remove off_policy_mask_threshold, or take --correction bypass."
         )
 
@@ -102,7 +103,7 @@ def describe(rule: Rule, trainer: Any, *, max_staleness: int, own_loss: bool) ->
         sentences.append(f"The loss on stale rollouts {_of(rule)}; on fresh ones it is TRL's.")
     if rule.weighs and own_loss:
         sentences.append(
-            f"{_class_name(trainer)} has a loss that does not call TRL's, so its advantages are weighed: they get the "
+            f"{users_class(trainer)} has a loss that does not call TRL's, so its advantages are weighed: they get the "
             "shape [B, C], one for each token, and the loss must take that shape."
         )
     return " ".join(sentences)
@@ -158,7 +159,3 @@ def _of_trl(args: Any) -> str:
     ]
     mode = f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}"
     return f"recomputes the log-probabilities and weighs by their ratio to the sampler's ({', '.join([mode, *bounds])})"
-
-
-def _class_name(trainer: Any) -> str:
-    return type(trainer).__name__

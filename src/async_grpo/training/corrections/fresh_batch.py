@@ -1,11 +1,11 @@
 """The guard of fresh batches: on tokens that the version in training has sampled, trainer and sampler must agree.
 
 The statistic is the mean of |log pi - log mu| over the tokens that the loss counts, of sequences whose policy version
-is the trainer's, over all micro-batches and ranks. It is judged before an optimizer step, once there are `LEAST` tokens
-of it (before, more than the bound is a warning); one token counts at most `FARTHEST`, so that no single one decides.
-All ranks decide by the bound of rank 0.
+is the trainer's, over all micro-batches, ranks and steps so far. `LEAST` tokens decide; fewer do where they are so far
+apart that the mean of `LEAST` would be above the bound whatever the others are, and otherwise only warn. One token
+counts at most `FARTHEST`, so that no single one decides. All ranks decide by the bound of rank 0.
 
-The first judgement of a run may stop it; later ones, and those after a resume, warn, once a process.
+The first judgement of a run may stop it; later ones, and those after it in a resumed run, warn, once a process.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class _Compared:
     all_repeat: bool  # every rank has a completion to repeat
 
     @property
-    def enough(self) -> bool:
-        return self.tokens >= LEAST
+    def decided(self) -> bool:
+        return self.tokens >= LEAST or self.mean * self.tokens > self.bound * LEAST
 
 
 def bound_of(trainer: Any, sampled: Sampler, publish_dtype: str | None, *, stops: bool) -> Bound:
@@ -93,8 +93,7 @@ def bound_of(trainer: Any, sampled: Sampler, publish_dtype: str | None, *, stops
     """
     if sampled.departures:  # by design the sampler's log-probabilities are of another distribution
         return Bound()
-    rounding = _rounding(trainer, sampled.generator, publish_dtype)
-    if rounding:
+    if rounding := _rounding(trainer, sampled.generator, publish_dtype):
         return Bound(nats=ROUNDED, basis=f"as {rounding} may round", stops=stops)
     basis = "as trainer, published weights and sampler compute in float32 without TF32"
     return Bound(nats=EXACT, basis=basis, stops=stops)
@@ -139,7 +138,9 @@ class FreshBatch(TrainerCallback):
         text_of: Callable[[int], str],
     ) -> None:
         self.bound, self._gather, self._repeat, self._text_of = bound, gather, repeat, text_of
-        self._sums: Tensor | None = None  # [sum of |log pi - log mu|, tokens], of what was not judged yet
+        # [sum of |log pi - log mu|, tokens], of what was not judged yet
+        self._sums = torch.zeros(2, dtype=torch.float32, device="cpu")
+        self._found: _Compared | None = None  # at the newest step
         self._farthest: Farthest | None = None  # of this step
         self._first = True  # nothing was judged yet
         self._warned = False
@@ -150,15 +151,20 @@ class FreshBatch(TrainerCallback):
         """Whether there was no judgement yet."""
         return self._first and not self._ended
 
+    @property
+    def undecided(self) -> dict[str, float]:
+        """What the steps have shown where that does not decide, for the summary; otherwise empty."""
+        found = self._found if self.waits else None
+        return {} if found is None else {"undecided_tokens": found.tokens, "undecided_nats": float(f"{found.mean:.3g}")}
+
     def saw(self, inputs: Mapping[str, Any], log_pi: Tensor, version: int) -> None:
         """A micro-batch is trained on at this version, with the log-probabilities `log_pi`, [B, C]."""
-        if self._ended or "sampling_per_token_logps" not in inputs:
+        if self._ended:
             return
         apart = (log_pi.float() - inputs["sampling_per_token_logps"].float()).abs()
         fresh = loss_mask(inputs) & (inputs["policy_version"] == version)[:, None] & ~apart.isnan()
         apart = apart.clamp(max=FARTHEST).where(fresh, 0.0)
-        sums = torch.stack([apart.sum(), fresh.sum().to(apart)])
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._sums = self._sums.to(apart) + torch.stack([apart.sum(), fresh.sum().to(apart)])
         if self._first:
             self._keep_farthest(inputs, log_pi, apart, fresh)
 
@@ -179,19 +185,19 @@ class FreshBatch(TrainerCallback):
         if self._ended:
             return
         farthest, self._farthest = self._farthest, None  # its log-probabilities are of these weights
-        found = self._over_ranks(farthest)
+        found = self._found = self._over_ranks(farthest)
+        first, self._first = self._first, self._first and not found.decided
         step, cause = state.global_step + 1, ""
-        if found.enough and self._first and found.mean > found.bound:
+        if found.decided and first and found.mean > found.bound:
             cause = self._cause(farthest) if farthest is not None and found.all_repeat else ""
             if found.stops:
                 self._stop(found, step, farthest, cause)
-        if found.mean > found.bound * (WARN_FROM if found.enough else 1.0):
+        if found.mean > found.bound * (WARN_FROM if found.decided else 1.0):
             self._warn(found, step, cause)
-            self._ended = found.enough
+            self._ended = found.decided
         self._ended |= found.bound == inf
-        if found.enough:
-            self._first = False
-            self._sums = None
+        if found.decided:
+            self._sums = torch.zeros_like(self._sums)
 
     def _stop(self, found: _Compared, step: int, farthest: Farthest | None, cause: str) -> NoReturn:
         if self.bound.nats == inf:
@@ -205,13 +211,12 @@ class FreshBatch(TrainerCallback):
         if self._warned or self.bound.nats == inf:  # or rank 0 does
             return
         self._warned = True
-        few = "" if found.enough else f" Fewer than {LEAST} tokens do not stop a run."
+        few = "" if found.decided else " So few tokens do not stop a run."
         logger.warning("{}{} {} This is said once.", self._sentence(found, step), few, _CAUSES[cause])
 
     def _over_ranks(self, farthest: Farthest | None) -> _Compared:
-        own = torch.zeros(2) if self._sums is None else self._sums
-        mine = torch.tensor([self.bound.nats, float(self.bound.stops), float(farthest is not None)])
-        rows = self._gather(torch.cat([own, mine.to(own.device)])[None])
+        mine = self._sums.new_tensor([self.bound.nats, float(self.bound.stops), float(farthest is not None)])
+        rows = self._gather(torch.cat([self._sums, mine])[None])
         apart, tokens = rows[:, :2].sum(0).tolist()
         bound, stops, _ = rows[0, 2:].tolist()
         mean, all_repeat = apart / max(1.0, tokens), bool(rows[:, 4].all())

@@ -40,8 +40,6 @@ def report_ratio(batch: Batch, log_pi: Tensor, version: int, append: Append) -> 
         log_pi: [B, C], of the policy in training.
         version: of that policy.
     """
-    if "sampling_per_token_logps" not in batch:
-        return
     mask = loss_mask(batch)
     difference = torch.nan_to_num((log_pi - batch["sampling_per_token_logps"]).where(mask, 0.0), nan=0.0)
     if not mask.any():

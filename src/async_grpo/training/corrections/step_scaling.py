@@ -66,8 +66,8 @@ class StepScaling(TrainerCallback):
 
     def saw(self, inputs: Mapping[str, Any], log_pi: Tensor) -> None:
         """A micro-batch was trained on, with the log-probabilities `log_pi`, [B, C]."""
-        if (log_mu := inputs.get("sampling_per_token_logps")) is not None:
-            self._sums.append(sums_of(log_ratios(log_pi, log_mu, loss_mask(inputs), self._unit)))
+        logs = log_ratios(log_pi, inputs["sampling_per_token_logps"], loss_mask(inputs), self._unit)
+        self._sums.append(sums_of(logs))
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
         if not self._sums and not self._scales:

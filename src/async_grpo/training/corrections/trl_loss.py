@@ -18,7 +18,7 @@ from async_grpo.images import MODEL_INPUTS
 from async_grpo.settings import OFF
 from async_grpo.setup.algorithm import Algorithm, declares
 from async_grpo.setup.overrides import overridden
-from async_grpo.setup.replaced import adapter, bare, classes_of_trl, patched_in
+from async_grpo.setup.replaced import adapter, bare, classes_of_trl, patched_in, users_class
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.batch import Correction
@@ -78,8 +78,8 @@ class CorrectedLoss(Unpadded):
         elif "importance_sampling_ratio" in inputs and self.correct.rule.weighs:
             raise UnsupportedError(
                 f"--correction {self.correct.rule.name} needs the log-probabilities of the loss to weigh it, and the "
-                f"loss of {_name(self)} does not compute them by _get_per_token_logps_and_entropies. Call that method "
-                "in it, or take --correction bypass."
+                f"loss of {users_class(self)} does not compute them by _get_per_token_logps_and_entropies. Call that "
+                "method in it, or take --correction bypass."
             )
         elif SIZES in inputs:
             raise _computes_otherwise(self)
@@ -127,14 +127,10 @@ def _over_kept_tokens(trainer: Any, attention_mask: torch.Tensor | None, logits_
 
 def _computes_otherwise(trainer: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"{_name(trainer)} does not compute its log-probabilities by TRL's code, so they cannot be taken over the "
-        "tokens that top_p, top_k or min_p kept, and their ratios to vLLM's would be wrong. Set top_p=1, top_k=0 and "
-        "min_p=None in the GRPOConfig, or take --generator hf, whose log-probabilities are of the full softmax."
+        f"{users_class(trainer)} does not compute its log-probabilities by TRL's code, so they cannot be taken over "
+        "the tokens that top_p, top_k or min_p kept, and their ratios to vLLM's would be wrong. Set top_p=1, top_k=0 "
+        "and min_p=None in the GRPOConfig, or take --generator hf, whose log-probabilities are of the full softmax."
     )
-
-
-def _name(trainer: Any) -> str:
-    return type(trainer).__name__.removeprefix("Async")
 
 
 @contextmanager
@@ -179,10 +175,9 @@ def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling:
 
 
 def _fresh_batch(trainer: Any, bound: Bound) -> FreshBatch:
-    accelerator = trainer.accelerator
     guard = FreshBatch(
         bound,
-        lambda own: accelerator.gather(own.to(accelerator.device)),
+        lambda own: trainer.accelerator.gather(own.to(trainer.accelerator.device)),
         partial(_log_pi_alone, trainer),
         lambda token: str(trainer._tokenizer.decode([token])),
     )
