@@ -31,10 +31,8 @@ QUEUE: tuple[tuple[str, str, list[Any], list[Any]], ...] = (
     ("power loss at every operation", "queue_power_loss", [], ["--every", 12]),
     ("corrupt files", "queue_corruption", ["--count", 40_000], ["--count", 800]),
     ("an error at every operation", "queue_disk_full", ["--errors", 3], ["--errors", 1]),
-    ("SIGSTOP, then SIGKILL, of workers", "queue_stops", ["--workers", 40], ["--workers", 4]),
-    ("poison among random kills", "queue_poison", [], []),
 )
-COUNTS = ("kills", "cases", "states", "files", "recovered", "deaths")
+COUNTS = ("kills", "cases", "states", "files")
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queue_harness import RUN, Log, Trainer, claim_now, execute, replay
+from queue_harness import Log, Trainer, claim_now, execute, replay
 from queue_mutants import MUTANTS
 
 import async_grpo
-from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.queue import WorkerQueue
 
 HERE = Path(__file__).parent
 SOURCES = Path(async_grpo.__file__).parent
@@ -55,33 +55,39 @@ def run(folder: Path, script: str, *arguments: object, prefix: tuple[str, ...] =
     return done.returncode, told
 
 
-def must_pass(folder: Path, script: str, *arguments: object) -> dict[str, Any]:
-    code, told = run(folder, script, *arguments)
+def must_pass(folder: Path, script: str, *arguments: object, prefix: tuple[str, ...] = ()) -> None:
+    code, told = run(folder, script, *arguments, prefix=prefix)
     assert code == 0, told
-    summary: dict[str, Any] = json.loads(told.splitlines()[-1]) if told.endswith("}\n") else {}
-    return summary
 
 
-def test_kill_loop(folder: Path) -> None:
-    must_pass(folder, "queue_kill_loop.py", "--jobs", 800, "--kills", 80)
+def in_full(*arguments: object) -> Any:
+    return pytest.param(arguments, id="in full", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
-def test_kill_at_every_operation(folder: Path) -> None:
-    must_pass(folder, "queue_crash_points.py", "--every", 50, "--worker-every", 4)
+@pytest.mark.parametrize("size", [("--jobs", 800, "--kills", 80), in_full("--jobs", 10_000, "--kills", 1_000)])
+def test_kill_loop(folder: Path, size: tuple[object, ...]) -> None:
+    must_pass(folder, "queue_kill_loop.py", *size)
 
 
-def test_power_loss(folder: Path) -> None:
-    must_pass(folder, "queue_power_loss.py", "--every", 4)
+@pytest.mark.parametrize("size", [("--every", 50, "--worker-every", 4), in_full()])
+def test_kill_at_every_operation(folder: Path, size: tuple[object, ...]) -> None:
+    must_pass(folder, "queue_crash_points.py", *size)
 
 
-def test_any_order_of_events_drains_exactly_once(folder: Path) -> None:
-    # The same examples each time: what nobody changed cannot turn red. `make chaos` draws new ones.
-    must_pass(folder, "queue_machine.py", "--examples", 60, "--seed", 1)
+@pytest.mark.parametrize("size", [("--every", 4), in_full()])
+def test_power_loss(folder: Path, size: tuple[object, ...]) -> None:
+    must_pass(folder, "queue_power_loss.py", *size)
 
 
-def test_corrupt_files(folder: Path) -> None:
-    summary = must_pass(folder, "queue_corruption.py", "--count", 1600)
-    assert summary["accepted"] == 0
+# The same examples each time: what nobody changed cannot turn red. `make chaos` draws new ones.
+@pytest.mark.parametrize("size", [("--examples", 60, "--seed", 1), in_full("--examples", 3000)])
+def test_any_order_of_events_drains_exactly_once(folder: Path, size: tuple[object, ...]) -> None:
+    must_pass(folder, "queue_machine.py", *size)
+
+
+@pytest.mark.parametrize("size", [("--count", 1600), in_full("--count", 40_000)])
+def test_corrupt_files(folder: Path, size: tuple[object, ...]) -> None:
+    must_pass(folder, "queue_corruption.py", *size)
 
 
 def test_every_operation_fails_once(folder: Path) -> None:
@@ -98,31 +104,11 @@ def test_a_disk_that_is_really_full(folder: Path) -> None:
         pytest.skip("there is no unshare here")
     if allowed.returncode != 0:
         pytest.skip(f"no mount in a user namespace here: {allowed.stderr.strip()}")
-    code, told = run(folder, "queue_disk_full.py", prefix=prefix)
-    assert code == 0, told
-
-
-def test_stopped_workers_keep_their_jobs_and_killed_ones_lose_them(folder: Path) -> None:
-    assert must_pass(folder, "queue_stops.py", "--workers", 40)["recovered"] == 40
+    must_pass(folder, "queue_disk_full.py", prefix=prefix)
 
 
 def test_an_orphaned_child_of_a_worker_keeps_nothing(folder: Path) -> None:
-    assert len(must_pass(folder, "queue_orphan.py")) == 3
-
-
-def test_poison_costs_only_itself(folder: Path) -> None:
-    must_pass(folder, "queue_poison.py")
-
-
-def test_a_second_server_names_the_first(folder: Path) -> None:
-    code = (
-        "import sys\nfrom async_grpo.errors import RunDirError\nfrom async_grpo.queue import ServerQueue\n"
-        "try:\n    ServerQueue.open(sys.argv[1], 'other')\nexcept RunDirError as error:\n    print(error)\n"
-    )
-    with closing(ServerQueue.open(folder / "q", RUN)) as first:
-        told = subprocess.run([sys.executable, "-c", code, str(first.root)], capture_output=True, text=True, check=True)
-        assert f"process {os.getpid()} on host" in told.stdout
-        assert first._lock.held_here
+    must_pass(folder, "queue_orphan.py")
 
 
 def test_clocks_do_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,39 +182,6 @@ def test_a_seeded_bug_is_caught(folder: Path, mutant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_kill_loop_in_full(folder: Path, tmp_path: Path, where: str) -> None:
-    root = folder if where == "memory" else tmp_path
-    summary = must_pass(root, "queue_kill_loop.py", "--jobs", 10_000, "--kills", 1_000)
-    assert summary["kills"] == 1_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_kill_at_every_operation_in_full(folder: Path) -> None:
-    must_pass(folder, "queue_crash_points.py")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_power_loss_in_full(folder: Path) -> None:
-    must_pass(folder, "queue_power_loss.py")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_any_order_of_events_in_full(folder: Path) -> None:
-    must_pass(folder, "queue_machine.py", "--examples", 3000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_corrupt_files_in_full(folder: Path) -> None:
-    must_pass(folder, "queue_corruption.py", "--count", 40_000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_every_mutant_against_every_test(folder: Path) -> None:
     """Prints which test catches which bug; each bug must be caught by one at least."""
     checks: list[tuple[object, ...]] = [
@@ -239,7 +192,6 @@ def test_every_mutant_against_every_test(folder: Path) -> None:
         ("queue_corruption.py", "--count", 400),
         ("queue_orphan.py", "--deadline", 1),
         ("queue_disk_full.py", "--errors", 1),
-        ("queue_poison.py", "--deadline", 10),
     ]
     table = {}
     for mutant in MUTANTS:

@@ -35,6 +35,22 @@ def test_jobs_of_a_dead_worker_are_pending_again_and_of_a_live_one_never(server:
     live.close()
 
 
+def test_a_job_that_kills_its_worker_is_given_up_at_the_third_time_and_costs_no_other(server: ServerQueue) -> None:
+    for seq in range(3):
+        server.submit(make_job(seq))
+    for claimed in ([0, 1, 2], [0], [0]):
+        worker = WorkerQueue.open(server.root, 1, "cpu")
+        assert [claim.job.seq for claim in worker.claim(9)] == claimed
+        die(worker)
+        server.recover_dead()
+    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
+        for _ in range(2):
+            worker._look_at = 0.0
+            serve(worker)
+    assert take_all(server) == [1, 2]
+    assert server.given_up.keys() == {0}
+
+
 def test_a_restarted_worker_frees_its_own_leftovers_first(server: ServerQueue) -> None:
     first = WorkerQueue.open(server.root, 1, "cpu")
     server.submit(make_job(0))
