@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,7 @@ def qsharp_on_ascents(folder: Path, **keys: Any) -> RealExperiment:
     )
 
 
-def files_of_stages(root: Path, only: Collection[str] = ()) -> dict[str, dict[str, str]]:
-    """The files of every stage, or of some, by their hashes; these stages have finished."""
-    found = {}
+def all_stages_have_finished(root: Path) -> None:
     for name, stage in graph_of(config_of(root)).items():
-        if not only or name in only:
-            manifest = states.manifest_of(root / stage.folder)
-            assert manifest is not None and not states.damage(root / stage.folder, manifest), name
-            found[name] = manifest.files
-    return found
+        manifest = states.manifest_of(root / stage.folder)
+        assert manifest is not None and not states.damage(root / stage.folder, manifest), name

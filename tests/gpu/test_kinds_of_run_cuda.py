@@ -102,13 +102,13 @@ def test_a_sharded_trainer_of_one_process(offload: bool, tmp_path: Path) -> None
 
 def test_an_experiment_shares_a_gpu_by_memory(tmp_path: Path) -> None:
     """Two rounds of Q#: generation with guidance, training of the head, and evaluation."""
-    from real_experiment import files_of_stages, qsharp_on_ascents
+    from real_experiment import all_stages_have_finished, qsharp_on_ascents
 
     system = {"device": "cpu" if ON_CPU else "auto", "max_parallel_jobs": 2, "deterministic": ON_CPU}
     experiment = qsharp_on_ascents(tmp_path, system=system)
     root = experiment.begin()
     assert experiment.run(f"resume_from={root}") == 0, log_of(root)
-    assert files_of_stages(root)
+    all_stages_have_finished(root)
     print(log_of(root))
     logs = "".join(log.read_text() for log in root.glob("jobs/*/log_*.txt"))
     assert ON_CPU or ("GPU Memory Summary:" in logs and "GPU utilization QSharp_tiny_ascents_r2" in log_of(root))

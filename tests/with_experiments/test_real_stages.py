@@ -21,7 +21,7 @@ from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, read
 from async_grpo_experiments.worlds.enumerable import LETTERS
 from async_grpo_experiments.worlds.star import star_tokenizer, train_reference
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, small_transformer, words_tokenizer
-from real_experiment import DEADLINE_S, SMALL, WITHOUT_CHECKPOINTING, RealExperiment, files_of_stages
+from real_experiment import DEADLINE_S, SMALL, WITHOUT_CHECKPOINTING, RealExperiment, all_stages_have_finished
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
@@ -52,7 +52,7 @@ def test_a_killed_stage_of_the_second_round_is_run_again_alone(tmp_path: Path) -
     assert states_.pop("DPO_tiny_star_r2")["state"] == "FAILED"
     assert {one["state"] for one in states_.values()} == {"EVAL_COMPLETED"}
     assert experiment.run(f"resume_from={experiment.root}") == 0
-    files_of_stages(experiment.root)
+    all_stages_have_finished(experiment.root)
     log = (experiment.root / "run.log").read_text()
     assert log.count(" starts on ") == len(graph_of(config_of(experiment.root))) + 1
     found = results(experiment.root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
 from async_grpo_experiments.algorithms.rows import NO_ROWS, preferable
 from async_grpo_experiments.problems.table import load
 from async_grpo_experiments.reward_models import load_reward_model
+from async_grpo_experiments.runner import stages
 from async_grpo_experiments.runner.config import ExperimentConfig, checked
 from async_grpo_experiments.runner.graph import jobs_of
 from async_grpo_experiments.runner.sampled_answers import SampledAnswers
@@ -160,6 +162,19 @@ def test_a_run_of_grpo_that_was_out_of_memory_is_told_from_one_that_failed(
     with pytest.raises(AsyncGRPOError, match="the run has failed") as failed:
         work.train(partial)
     assert isinstance(failed.value, StageOutOfMemory) is is_memory
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_command_of_a_stage_continues_what_a_killed_attempt_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    config, run = checked(tree()), tmp_path / "generating"
+    if has_begun:
+        run.mkdir()
+    started = Mock(return_value=Mock(wait=lambda: 0))
+    monkeypatch.setattr(stages.subprocess, "Popen", started)
+    Work(config, jobs_of(config)[1], tmp_path)._child("generate", "model", tmp_path / "setup.py", run)
+    assert ("--resume" in started.call_args.args[0]) is has_begun
 
 
 def test_a_long_loop_says_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
