@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -19,6 +20,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     build_model(build_tokenizer()).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    from in_process import build_trainer
+
+    return build_trainer(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -69,11 +69,6 @@ READ: dict[str, tuple[str, ...]] = {
 """Public attributes; the private ones are in `trl_hooks`."""
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> GRPOTrainer:
-    return build_trainer(tmp_path)
-
-
 # --- Names and signatures ---------------------------------------------------------------------------------
 
 

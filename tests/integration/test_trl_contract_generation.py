@@ -17,11 +17,6 @@ from async_grpo.training import trl_trainer as training_hooks
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> GRPOTrainer:
-    return build_trainer(tmp_path)
-
-
 def test_generate_returns_eight_things(tmp_path: Path) -> None:
     trainer: Any = build_trainer(tmp_path, arguments={"rollout_func": scripted_rollout})
     prompts = ["a", "a", "bc", "bc"]

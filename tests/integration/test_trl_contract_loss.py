@@ -15,7 +15,6 @@ from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, build_trainer, chat_ro
 from packaging.version import Version
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
-from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 from trl_contract import INSTALLED, LOSS, ON_CPU, ROLLOUT, THREADS, TRAINING, moved, scripted_rollout, twice
 
@@ -35,11 +34,6 @@ LOSS_INPUTS = {
     "advantages",
     "num_items_in_batch",
 }
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> GRPOTrainer:
-    return build_trainer(tmp_path)
 
 
 @pytest.fixture

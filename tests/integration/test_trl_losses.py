@@ -21,7 +21,6 @@ from in_process import (
 )
 from peft import LoraConfig
 
-from async_grpo.rollout.stand_ins import NotHere
 from async_grpo.training.corrections.rule import Rule, rule
 
 pytestmark = pytest.mark.integration
@@ -122,13 +121,6 @@ def test_schedules(name: str, loss_type: str, tmp_path: Path) -> None:
     arguments = run.trainer.args
     micro_steps = arguments.max_steps * arguments.gradient_accumulation_steps
     assert len(run.batches) == micro_steps / (arguments.steps_per_generation * arguments.num_iterations)
-
-
-def test_a_reference_model(tmp_path: Path, model_folder: str) -> None:
-    run, _ = run_as_trl_would(settings(tmp_path, model=model_folder, beta=0.1))
-    assert run.trainer.ref_model is not None
-    assert isinstance(run.worker.ref_model, NotHere)
-    assert run.logs[1]["kl"] > 0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import own_names, settings
+from compared_with_trl import settings
 from in_process import (
-    QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     build_trainer,
-    length,
-    letters,
     plain_rows,
-    training_logs,
 )
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
@@ -127,32 +123,6 @@ def test_checkpoints_are_told_and_rotated(tmp_path: Path) -> None:
     assert run.checkpoints == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert run.trainer.args.save_total_limit == 1
-
-
-NAMES_OF = {
-    "default": {},
-    "beta and several rewards": {"beta": 0.1, "reward_funcs": [letters, length]},
-    "cispo": {"loss_type": "cispo"},
-    "vespo": {"loss_type": "vespo"},
-    "entropy bonus": {"entropy_coef": 0.01},
-    "conversational": {"chat_template": QWEN3_CHAT_TEMPLATE},
-    "several iterations": {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4},
-}
-
-
-@pytest.mark.parametrize("name", NAMES_OF)
-def test_metrics_have_the_names_that_trl_gives_them(name: str, tmp_path: Path, model_folder: str) -> None:
-    get_trainer = settings(tmp_path, model=model_folder, **NAMES_OF[name])
-    plain = get_trainer()
-    plain.train()
-    ours, theirs = InProcessRun(get_trainer).train().logs, training_logs(plain)
-    assert [own_names(entry) for entry in ours] == [set(entry) for entry in theirs]
-    assert {name for entry in ours for name in entry if name.startswith("async/")} >= {
-        "async/staleness_mean",
-        "async/staleness_max",
-        "async/rollouts_per_second",
-        "async/trainer_wait_fraction",
-    }
 
 
 def test_a_subclass_of_the_user_keeps_its_own_methods(tmp_path: Path) -> None:
