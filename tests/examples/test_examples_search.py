@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -12,24 +11,22 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Sequence, Value
 from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
-from learnt_by_heart import write_learnt
 from runs import command, steps_logged
 
+from async_grpo.envs import Passages
 from async_grpo.errors import SetupFileError
 from async_grpo.rewards.questions import exact_match
 from async_grpo.setup.setup_file import load_trainer
 
+pytest.importorskip("bm25s", reason="the extra `search` is not installed")
 pytestmark = pytest.mark.integration
-HERE = Path(__file__).parent
-RECIPE = HERE.parents[1] / "examples" / "triviaqa_search" / "my_trainer.py"
-BY_HEART = HERE / "search_by_heart.py"
+RECIPE = Path(__file__).parents[2] / "examples" / "triviaqa_search" / "my_trainer.py"
 
 
 @pytest.mark.parametrize("calls", ["tokenizer", "tags"])
 def test_a_dialogue_that_searches_earns_its_rewards(
     calls: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
     monkeypatch.setenv("CALLS", calls)
     monkeypatch.setenv("MODEL", "tiny")
     monkeypatch.chdir(tmp_path)
@@ -67,9 +64,6 @@ def test_a_dialogue_that_searches_earns_its_rewards(
 
 
 def test_questions_and_an_index_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
-    from async_grpo.envs import Passages
-
     (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "Who was here?", "aliases": ["Bob", "Bobby"]}))
     Passages.of(["Bob was here.", "Al went away."]).save(tmp_path / "index")
     for name, value in {"MODEL": "tiny", "DATASET": "questions.jsonl", "INDEX": "index"}.items():
@@ -142,7 +136,6 @@ def triviaqa_features() -> Features:
 @pytest.mark.parametrize("name", ["copy", "copy/rc.nocontext/train-00000-of-00001.parquet", "rows.jsonl"])
 def test_rows_in_the_schema_of_triviaqa(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its columns by path: a copy of the dataset, a file of it, and its rows as JSON Lines."""
-    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
     dataset = Dataset.from_list([TRIVIAQA_ROW, TRIVIAQA_ROW | {"question": "Who?"}], features=triviaqa_features())
     (tmp_path / "copy" / "rc.nocontext").mkdir(parents=True)
     (tmp_path / "copy" / "README.md").write_text(TRIVIAQA_CARD)
@@ -160,7 +153,6 @@ def test_rows_in_the_schema_of_triviaqa(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_recipe_trains_with_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
-    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
     run_dir = tmp_path / "worker"
     with command("train", str(RECIPE), "-n", "2", "--steps", "6", cwd=tmp_path, MODEL="tiny") as run:
         run.wait_until(lambda: steps_logged(run_dir), "a step")
@@ -171,40 +163,3 @@ def test_the_recipe_trains_with_two_workers_of_which_one_is_killed(tmp_path: Pat
         with command(line, "worker", cwd=tmp_path, MODEL="tiny") as reader:
             assert reader.wait() == 0, reader.output
         assert shown in reader.output
-
-
-@pytest.mark.slow
-def test_calls_by_tags_in_a_run_with_two_workers_of_which_one_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The model has learnt by heart to search for its one question, which is in TriviaQA's schema."""
-    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
-    from async_grpo.envs import Passages
-
-    row = TRIVIAQA_ROW | {"answer": TRIVIAQA_ANSWER | {"normalized_aliases": ["bob"]}}
-    (tmp_path / "questions.jsonl").write_text("\n".join([json.dumps(row)] * 2))
-    Passages.of(["Bob was here.", "Al went away."]).save(tmp_path / "index")
-    given = {"MODEL": "tiny", "CALLS": "tags", "DATASET": "questions.jsonl", "INDEX": "index"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    trainer: Any = load_trainer(BY_HEART, engine_here=False)
-    del sys.modules["tiny"], sys.modules["my_trainer"]
-    says = ['<tool>{"name": "search", "args": {"query": "here"}}</tool>', "<answer>Bob</answer>"]
-    write_learnt(trainer, says, trainer.train_dataset[0], group_size=8, path=tmp_path / "learnt.safetensors")
-
-    paths = os.pathsep.join([str(HERE), str(HERE.parent / "integration")])
-    env = {**given, "LEARNT": "learnt.safetensors", "TEST_EXTRA_PATH": paths}
-    with command("train", str(BY_HEART), "-n", "2", "--steps", "4", cwd=tmp_path, **env) as run:
-        run.wait_until(lambda: steps_logged(tmp_path / "worker"), "a step")
-        run.wait_until(lambda: run.worker(1), "worker 1").kill()
-        assert run.wait() == 0, run.output
-    assert steps_logged(tmp_path / "worker") == [1, 2, 3, 4]
-    shown = {}
-    for name in ("audit", "status", "rollouts"):
-        with command(name, "worker", cwd=tmp_path, **env) as reader:
-            assert reader.wait() == 0, reader.output
-        shown[name] = reader.output
-    assert "turn rewards" in shown["audit"]
-    assert "Bob was here." in shown["rollouts"]

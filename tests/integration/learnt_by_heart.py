@@ -82,15 +82,8 @@ def write_learnt(trainer: Any, answers: Sequence[str], row: dict[str, Any], grou
     save_file({name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}, path)
 
 
-def load_learnt(trainer: Any) -> Any:
-    """Give the trainer the weights that LEARNT names, if there are any; returns it."""
-    if "LEARNT" in os.environ:
-        trainer.model.load_state_dict(load_file(os.environ["LEARNT"]), strict=False)  # what is tied is there once
-    return trainer
-
-
 def build_actor(train_dataset: Any, reward_funcs: Any, **arguments: Any) -> Any:
-    """The trainer of a setup file whose tiny model calls tools, once it has its weights. `arguments`: of TRL's."""
+    """The trainer of a setup file whose tiny model calls tools; LEARNT names its weights. `arguments`: of TRL's."""
     trainer = build_trainer(
         Path("outputs"),
         model=build_model(build_tokenizer(), hidden_size=64, head_dim=32, intermediate_size=192),
@@ -103,4 +96,6 @@ def build_actor(train_dataset: Any, reward_funcs: Any, **arguments: Any) -> Any:
         per_device_train_batch_size=2,
         temperature=0.3,
     )
-    return load_learnt(trainer)
+    if "LEARNT" in os.environ:
+        trainer.model.load_state_dict(load_file(os.environ["LEARNT"]), strict=False)  # what is tied is there once
+    return trainer

@@ -119,19 +119,6 @@ def test_a_death_after_any_kind_of_checkpoint(tmp_path: Path, arguments: dict[st
 
 
 @pytest.mark.slow
-def test_three_deaths_give_the_same_weights(tmp_path: Path) -> None:
-    one, killed = tmp_path / "one", tmp_path / "killed"
-    one.mkdir()
-    train(one, "-n", "1")
-    steps = ("--steps", str(STEPS), "-n", "2")
-    kill_the_server_at(5, killed, *steps)
-    kill_the_server_at(13, killed, *steps, "--resume")
-    kill_the_server_at(20, killed, *steps, "--resume")
-    train(killed, "-n", "2", "--resume")
-    assert weights_of(killed) == weights_of(one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_end_of_the_launcher_gives_the_same_weights(tmp_path: Path, number: signal.Signals) -> None:
     """Rewards are slow, so the server nearly always waits for the groups of the version that workers see."""

@@ -68,15 +68,6 @@ def test_the_setup_file_makes_the_trainer_of_the_keys(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_three_epochs_of_ten_batches_are_thirty_steps_as_printed(folder: Path) -> None:
-    arguments = (*LEAST, "data.train_files=[math.parquet]", "trainer.total_epochs=3", "--dry-run")
-    with command(*arguments, cwd=folder, script=SCRIPT) as run:
-        assert run.wait() == 0, run.output
-    assert "training: 30 steps of verl = 30 optimizer steps (3 epochs of 10 batches)" in run.output
-    assert not (folder / "out" / "run").exists()
-
-
-@pytest.mark.slow
 def test_a_killed_run_is_continued_by_the_same_command_and_replayed(folder: Path) -> None:
     """Two tasks, PPO and PCGrad; a replay makes the same weights."""
     keys = (*LEAST, TASKS, "mtl.method=pcgrad", "trainer.total_epochs=1", "trainer.save_freq=4")

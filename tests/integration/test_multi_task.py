@@ -13,19 +13,16 @@ import pytest
 from compared_with_trl import run_as_trl_would, settings
 from datasets import Dataset
 from in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_logs
-from runs import ROOT, command, finish, read
 from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
 from async_grpo.errors import UsageError
 from async_grpo.roles.evaluations import log_evaluation
-from async_grpo.roles.replay import checkpoint_digest
 from async_grpo.setup.overrides import describe_overrides, overridden
 from async_grpo.tasks import MultiTask, score
 
 pytestmark = pytest.mark.integration
 
-EXAMPLE = ROOT / "examples" / "tasks" / "my_trainer.py"
 NAMES = ("math", "logic", "math", "code", "math", "math", "logic", "math", "code", "math", "math", "math", "math", "x")
 TASKS = ("math", "logic", "code")
 
@@ -182,30 +179,3 @@ def test_what_is_replaced_and_where_rewards_are_logged(tmp_path: Path) -> None:
     assert {"_get_train_sampler", "_generate_and_score_completions"} <= set(overridden(trainer))
     assert not describe_overrides(trainer), "the setup file has written none of them"
     assert list(trainer._logs["rewards"]) == [] and trainer._logs["rewards"]["x"].maxlen is not None
-
-
-@pytest.mark.slow  # of both halves there is a quick one: test_determinism, test_ppo_runs
-def test_any_number_of_workers_gives_the_same_weights_and_so_does_a_replay(tmp_path: Path) -> None:
-    """The example with two tasks, PPO and PCGrad; its evaluations have figures for each task."""
-    pytest.importorskip("torchjd")
-    digests, critics = [], []
-    for name, workers in (("a", "1"), ("b", "2")):
-        folder = tmp_path / name
-        folder.mkdir()
-        options = ("--steps", "6", "--deterministic", "-n", workers, "--eval-every", "6", "--eval-replicates", "1")
-        finish(folder, *options, setup=EXAMPLE)
-        checkpoint = folder / "outputs" / "tasks" / "checkpoint-6"
-        digests.append(checkpoint_digest(checkpoint))
-        critics.append(checkpoint_digest(checkpoint / "critic"))
-    assert digests[0] == digests[1] and critics[0] == critics[1] != digests[0]
-    lines = (tmp_path / "b" / "worker" / "evaluations.jsonl").read_text().splitlines()
-    assert [set(json.loads(line)["tasks"]) for line in lines] == [{"sums", "sorting"}] * 2
-    logged = [json.loads(line) for line in (tmp_path / "b" / "worker" / "metrics.jsonl").read_text().splitlines()]
-    steps = [entry for entry in logged if "loss" in entry]
-    assert all({"sums/reward", "sorting/reward", "sums/toy__sums/reward"} <= step.keys() for step in steps)
-    assert all(step["async/tasks_missing"] == 0 for step in steps)
-    assert read(tmp_path / "b" / "worker" / "summary.json")["jobs_quarantined"] == 0
-    for check in (("audit", "worker"), ("replay", "worker", "-d", "cpu")):
-        with command(*check, cwd=tmp_path / "b") as run:
-            assert run.wait() == 0, run.output
-    assert f"SHA-256 {digests[0]}" in run.output
