@@ -5,22 +5,29 @@ Weights come as vLLM takes them: announced, then broadcast (here over HTTP: `set
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import pytest
 import safetensors.torch
 import torch
+from in_process import build_model, build_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
+from trl.generation import vllm_client
+from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.transformers import TransformersEngine
+from async_grpo.serving.vllm_server import VLLMServerProcess
 from async_grpo.tokens import ids_and_logprobs
 
 DEADLINE_S = 60.0
@@ -131,6 +138,67 @@ class FakeVLLMServer(ThreadingHTTPServer):
         ]
 
 
+class MortalServer(FakeVLLMServer):
+    """Starts with weights of its own, and dies in the middle of requests: those of `dies_at`, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dies_at: list[str] = []
+        self.process = StubProcess(self)
+        self.begin()
+
+    def begin(self) -> None:
+        self.model, self.updating = build_model(build_tokenizer(), seed=9), False
+
+    def started_by(self, plan: Any) -> StubProcess:
+        """In the place of `VLLMServerProcess`."""
+        self.process.plans.append(plan)
+        return self.process
+
+    def reply(self, path: str, body: Any) -> Any:
+        if not self.process.running or self.dies_at[:1] == [path]:
+            self.dies_at = self.dies_at[1:]
+            self.process.running = False
+            raise ConnectionAbortedError("the server dies")
+        return super().reply(path, body)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Its death needs no traceback."""
+
+
+class StubProcess:
+    """The process of a `MortalServer`, which is a thread."""
+
+    answered, revive = VLLMServerProcess.answered, VLLMServerProcess.revive
+    _plan = property(lambda self: self.plans[-1])
+
+    def __init__(self, server: MortalServer) -> None:
+        self._server = server
+        self._deaths = self.starts = 0
+        self.base_url = server.url
+        self.running = False
+        self.plans: list[Any] = []
+
+    def start(self) -> None:
+        self.running, self.starts = True, self.starts + 1
+
+    def restart(self) -> None:
+        self._server.begin()
+        self.start()
+
+    def answers(self) -> bool:
+        return self.running
+
+    def wait_ready(self) -> None:
+        assert self.running
+
+    def end(self, grace_s: float = 1.0) -> None:
+        self.running = False
+
+    def last_words(self) -> str:
+        return "Killed"
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: FakeVLLMServer
 
@@ -175,3 +243,16 @@ def serving(server: FakeVLLMServer) -> Iterator[FakeVLLMServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def send_weights_by_http(url: str, patch: pytest.MonkeyPatch) -> None:
+    """Put `setups/fake_nccl.py` in the place of NCCL, until the end of the test."""
+    patch.syspath_prepend(str(Path(__file__).parent / "setups"))
+    import fake_nccl
+
+    names = ("is_vllm_available", "_HAS_STATEFUL_TRAINER_ENGINE", "get_ip", "open_trainer_endpoint")
+    for name in (*names, "packed_nccl_broadcast_producer"):
+        patch.setattr(vllm_client, name, None, raising=False)
+    patch.setattr(VLLMClient, "init_communicator", VLLMClient.init_communicator)
+    patch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
+    fake_nccl.install(url)

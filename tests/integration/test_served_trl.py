@@ -6,7 +6,6 @@ The real server is in `tests/with_vllm`, and the life of a process in `tests/uni
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,95 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm_server import FakeVLLMServer, serving
-from in_process import build_model, build_tokenizer, build_trainer
-from runs import SETUP
-from trl.generation import vllm_client
+from fake_vllm_server import MortalServer, send_weights_by_http, serving
+from in_process import build_trainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
 from async_grpo.roles import served_trl
 from async_grpo.roles.served_trl import HOOKS, own_server
-from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
 
 pytestmark = pytest.mark.integration
 
 
-class MortalServer(FakeVLLMServer):
-    """Dies in the middle of requests."""
-
-    def __init__(self) -> None:
-        super().__init__(build_model(build_tokenizer(), seed=9))
-        self.dies_at: list[str] = []  # requests, in their order
-        self.process = Process(self)
-
-    def reply(self, path: str, body: Any) -> Any:
-        if not self.process.running or (self.dies_at and path == self.dies_at[0]):
-            self.dies_at = self.dies_at[1:]
-            self.process.running = False
-            raise ConnectionAbortedError("the server dies")
-        return super().reply(path, body)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Its death needs no traceback."""
-
-
-class Process:
-    """In the place of `VLLMServerProcess`."""
-
-    answered, revive = VLLMServerProcess.answered, VLLMServerProcess.revive
-    _plan = property(lambda self: self.plans[-1])
-
-    def __init__(self, server: MortalServer) -> None:
-        self._server = server
-        self._deaths = 0
-        self.base_url = server.url
-        self.running = False
-        self.starts = 0
-        self.plans: list[ServerPlan] = []
-
-    def start(self) -> None:
-        self.running, self.starts = True, self.starts + 1
-
-    def restart(self) -> None:
-        """It comes back with other weights."""
-        self._server.model = build_model(build_tokenizer(), seed=9)
-        self._server.updating = False
-        self.start()
-
-    def answers(self) -> bool:
-        return self.running
-
-    def wait_ready(self) -> None:
-        assert self.running
-
-    def end(self, grace_s: float = 1.0) -> None:
-        self.running = False
-
-    def last_words(self) -> str:
-        return "Killed"
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MortalServer]:
-    monkeypatch.syspath_prepend(str(SETUP.parent))
-    import fake_nccl
-
-    names = ("is_vllm_available", "_HAS_STATEFUL_TRAINER_ENGINE", "get_ip", "open_trainer_endpoint")
-    for name in (*names, "packed_nccl_broadcast_producer"):
-        monkeypatch.setattr(vllm_client, name, None, raising=False)
-    monkeypatch.setattr(VLLMClient, "init_communicator", VLLMClient.init_communicator)
-    monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
     monkeypatch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda: True)
     with serving(MortalServer()) as mortal:
-        fake_nccl.install(mortal.url)
-
-        def process(plan: ServerPlan) -> Process:
-            mortal.process.plans.append(plan)
-            return mortal.process
-
-        monkeypatch.setattr(served_trl, "VLLMServerProcess", process)
+        send_weights_by_http(mortal.url, monkeypatch)
+        monkeypatch.setattr(served_trl, "VLLMServerProcess", mortal.started_by)
         yield mortal
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm_server import FakeVLLMServer, serving
+from fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
 from in_process import build_model, build_tokenizer, build_trainer, jobs_of
 from peft import LoraConfig
 from runs import SETUP, command, steps_logged
@@ -50,20 +50,7 @@ def server() -> Iterator[FakeVLLMServer]:
 
 @pytest.fixture(autouse=True)
 def fake_nccl(server: FakeVLLMServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `install` sets is taken back after the test."""
-    import importlib.util
-
-    from trl.generation import vllm_client
-
-    monkeypatch.syspath_prepend(str(SETUPS))
-    import fake_nccl
-
-    names = ("is_vllm_available", "_HAS_STATEFUL_TRAINER_ENGINE", "get_ip", "open_trainer_endpoint")
-    for name in (*names, "packed_nccl_broadcast_producer"):
-        monkeypatch.setattr(vllm_client, name, None, raising=False)
-    monkeypatch.setattr(VLLMClient, "init_communicator", VLLMClient.init_communicator)
-    monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
-    fake_nccl.install(server.url)
+    send_weights_by_http(server.url, monkeypatch)
 
 
 def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:

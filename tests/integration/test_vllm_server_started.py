@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm_server import FakeVLLMServer, serving
+from fake_vllm_server import MortalServer, serving
 from in_process import build_model, build_tokenizer, build_trainer, jobs_of
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
@@ -23,7 +23,6 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.served import started
 from async_grpo.rollout.engines.served.started import FedPolicy, StartedServer
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.serving.vllm_server import VLLMServerProcess
 from async_grpo_ipc import RemoteWeights, WeightExporter, attachment, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint
 from fake_cuda import Knobs, install
@@ -32,27 +31,18 @@ pytestmark = pytest.mark.integration
 PROMPT = [1, 2, 3]
 
 
-class FedServer(FakeVLLMServer):
+class FedServer(MortalServer):
     """Takes its weights out of the memory that it was told of."""
 
-    def __init__(self) -> None:
-        super().__init__(build_model(build_tokenizer(), seed=9))
-        self.deaths = 0  # still to come, each in the middle of a request for completions
-        self.taken: list[int] = []
-        self.process = Process(self)
-        self.source: dict[str, Any] = {}
+    def begin(self) -> None:
+        super().begin()
+        self.taken: list[int] = getattr(self, "taken", [])
+        self.source: dict[str, Any] = {}  # it knows of no handle file
 
     def reply(self, path: str, body: Any) -> Any:
         if path == "/init_weight_transfer_engine":
             self.source = body["init_info"]
-        if path == "/v1/completions" and self.deaths:
-            self.deaths -= 1
-            self.process.alive = False
-            raise ConnectionAbortedError("the server dies")
         return super().reply(path, body)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Its death needs no traceback."""
 
     def _take_weights(self, version: int, generation: str) -> None:  # type: ignore[override]
         assert self.model is not None
@@ -66,45 +56,11 @@ class FedServer(FakeVLLMServer):
         self.taken.append(version)
 
 
-class Process:
-    """In the place of `VLLMServerProcess`."""
-
-    answered, revive = VLLMServerProcess.answered, VLLMServerProcess.revive
-
-    def __init__(self, server: FedServer) -> None:
-        self._server = server
-        self._deaths, self._plan = 0, SimpleNamespace(log="log")
-        self.base_url = server.url
-        self.starts = 0
-        self.alive = False
-
-    def start(self) -> None:
-        self.starts += 1
-        self.alive = True
-
-    def wait_ready(self) -> None:
-        assert self.alive
-
-    def answers(self) -> bool:
-        return self.alive
-
-    def restart(self) -> None:
-        """It comes back with other weights, and knows of no handle file."""
-        self._server.source, self._server.model = {}, build_model(build_tokenizer(), seed=9)
-        self.start()
-
-    def end(self, grace_s: float = 1.0) -> None:
-        self.alive = False
-
-    def last_words(self) -> str:
-        return "Killed"
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FedServer]:
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda min_version=None: True)
     with serving(FedServer()) as fake:
-        monkeypatch.setattr(started, "VLLMServerProcess", lambda plan: fake.process)
+        monkeypatch.setattr(started, "VLLMServerProcess", fake.started_by)
         yield fake
 
 
@@ -204,7 +160,7 @@ def test_a_server_that_dies_is_asked_again_with_the_version_of_its_groups(
     fed: tuple[StartedServer, FedPolicy], server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
 ) -> None:
     engine, policy = fed
-    server.deaths = 2
+    server.dies_at = ["/v1/completions"] * 2
     assert policy.adopt() == 1
     before = build_model(build_tokenizer(), seed=4)
     for version in (2, 3, 4):  # the slot of version 1 is held
@@ -222,7 +178,7 @@ def test_a_server_that_dies_again_and_again_ends_the_worker_with_its_last_words(
 ) -> None:
     engine, policy = fed
     policy.adopt()
-    server.deaths = 9
+    server.dies_at = ["/v1/completions"] * 9
     with pytest.raises(GeneratorError, match=r"(?s)died 4 times without an answer.*Killed"):
         sample(engine, 1)
 
@@ -233,7 +189,7 @@ def test_a_refused_update_ends_the_server(fed: tuple[StartedServer, FedPolicy], 
     server.answers["/update_weights"] = (500, {"error": "KeyError: lm_head"})
     with pytest.raises(GeneratorError, match="lm_head"):
         policy.adopt()
-    assert not server.process.alive
+    assert not server.process.running
 
 
 def test_a_trainer_that_dies_while_the_server_samples_spoils_nothing(

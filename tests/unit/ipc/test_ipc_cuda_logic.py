@@ -4,7 +4,9 @@ tests/gpu's matter.
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,70 +23,30 @@ from async_grpo_ipc import (
 )
 from async_grpo_ipc.memory import cuda
 from async_grpo_ipc.memory.cuda import CudaAttachment, CudaExport
+from fake_cuda import FakeRuntime, Knobs
 
 
-class FakeRuntime:
-    """GPUs whose memory is host memory. Handles are 64 bytes, as CUDA's are."""
+class NotingRuntime(FakeRuntime):
+    """Opens what this process has allocated itself, and notes what it was asked for."""
 
-    def __init__(self, uuids: list[str], peers: bool = True) -> None:
-        self.uuids = uuids
-        self.peers = peers
-        self.allocated: dict[int, torch.Tensor] = {}
-        self.opened: list[tuple[int, bytes]] = []
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Knobs(folder=str(folder), gpus=("GPU-a", "GPU-b")))
+        self.asked: list[tuple[int, bytes]] = []
         self.closed: list[int] = []
         self.breaks = ""
-        self.synchronized = 0
         self.staged: list[tuple[int, int]] = []
 
-    def device_count(self):
-        return len(self.uuids)
-
-    def current_device(self):
-        return 0
-
-    def torch_device(self, device):
-        return torch.device("cpu")
-
-    def uuid(self, device):
-        return self.uuids[device]
-
-    def name(self, device):
-        return f"Fake {self.uuids[device]}"
-
-    def malloc(self, device, nbytes):
-        assert nbytes % (2 << 20) == 0
-        block = torch.zeros(nbytes, dtype=torch.uint8)
-        self.allocated[block.data_ptr()] = block
-        return block.data_ptr()
-
-    def free(self, device, pointer):
-        del self.allocated[pointer]
-
-    def handle_of(self, device, pointer):
-        return pointer.to_bytes(8, "little").ljust(64, b"\0")
+    def change(self, **knobs: Any) -> None:
+        self.knobs = replace(self.knobs, **knobs)
 
     def open_handle(self, device, handle):
         if self.breaks:
             raise RuntimeError(self.breaks)
-        self.opened.append((device, handle))
-        return int.from_bytes(handle[:8], "little")
+        self.asked.append((device, handle))
+        return next(pointer for pointer in self.allocated if self.handle_of(device, pointer) == handle)
 
     def close_handle(self, device, pointer):
         self.closed.append(pointer)
-
-    def can_access_peer(self, device, owner):
-        return self.peers
-
-    def tensor(self, device, pointer, nbytes, owner):
-        tensor = self.allocated[pointer][:nbytes]
-        tensor.keeps = owner
-        return tensor
-
-    def synchronize(self, device):
-        self.synchronized += 1
-
-    def empty_cache(self):
-        pass
 
     def staging(self, owner, reader):
         self.staged.append((owner, reader))
@@ -92,14 +54,14 @@ class FakeRuntime:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    runtime = FakeRuntime(["GPU-a", "GPU-b"])
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NotingRuntime:
+    runtime = NotingRuntime(tmp_path)
     monkeypatch.setattr(cuda, "load_runtime", lambda: runtime)
     return runtime
 
 
 @pytest.fixture
-def exported(runtime: FakeRuntime) -> CudaExport:
+def exported(runtime: NotingRuntime) -> CudaExport:
     return CudaExport(torch.device("cuda", 0), [4096, 512])
 
 
@@ -108,11 +70,12 @@ def test_handles_are_hex_and_blocks_raw_allocations(exported, runtime):
     assert description["device_uuid"] == "GPU-a"
     assert [len(bytes.fromhex(block["handle"])) for block in description["blocks"]] == [64, 64]
     assert [block["nbytes"] for block in description["blocks"]] == [4096, 512]
+    assert [len(block) % (2 << 20) for _, block in runtime.allocated.values()] == [0, 0]
 
 
 def test_the_exporters_own_process_uses_its_pointer(exported, runtime):
     attached = CudaAttachment(exported.describe(), os.getpid(), None)
-    assert runtime.opened == []
+    assert runtime.asked == []
     exported.blocks[1].fill_(7)
     assert attached.blocks[1].eq(7).all()
 
@@ -120,7 +83,7 @@ def test_the_exporters_own_process_uses_its_pointer(exported, runtime):
 def test_a_handle_is_opened_once_and_closed_with_its_last_tensor(exported, runtime):
     first = CudaAttachment(exported.describe(), 1, None)
     second = CudaAttachment(exported.describe(), 1, None)
-    assert len(runtime.opened) == 2, "one a block, not one an attachment"
+    assert len(runtime.asked) == 2, "one a block, not one an attachment"
     kept = second.blocks[0]
     first.close()
     second.close()
@@ -133,26 +96,26 @@ def test_a_handle_is_opened_once_and_closed_with_its_last_tensor(exported, runti
 
 def test_devices_are_found_by_uuid_not_by_index(exported, runtime):
     description = exported.describe()
-    runtime.uuids = ["GPU-b", "GPU-a"]
+    runtime.change(gpus=("GPU-b", "GPU-a"))
     attached = CudaAttachment(description, 1, torch.device("cuda", 1))
-    assert [device for device, _ in runtime.opened] == [1, 1]
+    assert [device for device, _ in runtime.asked] == [1, 1]
     assert attached.alias_device is not None
 
 
 def test_a_peer_maps_with_its_own_device_current_and_only_pulls(exported, runtime):
     attached = CudaAttachment(exported.describe(), 1, torch.device("cuda", 1))
-    assert [device for device, _ in runtime.opened] == [1, 1]
+    assert [device for device, _ in runtime.asked] == [1, 1]
     assert attached.alias_device is None
 
 
 def test_without_peer_access_the_owners_device_maps_and_it_is_said(exported, runtime, caplog):
-    runtime.peers = False
+    runtime.change(peers=False)
     cuda._say_that_it_goes_through_the_host.cache_clear()
     for _ in range(2):
         attached = CudaAttachment(exported.describe(), 1, torch.device("cuda", 1))
         assert attached.alias_device is None
         assert attached.staging is not None
-    assert [device for device, _ in runtime.opened] == [0, 0]
+    assert [device for device, _ in runtime.asked] == [0, 0]
     assert runtime.staged == [(0, 1)] * 2
     assert caplog.text.count("copied through the host") == 1, "said once a process"
 
@@ -178,9 +141,9 @@ def test_a_pull_without_peer_access_goes_through_the_pinned_buffers(handle: Path
 
 def test_a_reader_on_the_cpu_reads_through_the_owners_gpu(exported, runtime):
     description = exported.describe()
-    runtime.uuids = ["GPU-b", "GPU-a"]
+    runtime.change(gpus=("GPU-b", "GPU-a"))
     CudaAttachment(description, 1, torch.device("cpu"))
-    assert [device for device, _ in runtime.opened] == [1, 1]
+    assert [device for device, _ in runtime.asked] == [1, 1]
 
 
 def test_an_open_that_fails_lists_the_usual_reasons(exported, runtime):
@@ -210,7 +173,7 @@ def test_memory_that_cannot_be_used_is_told_as_memory_that_cannot_be_opened(expo
 
 def test_no_gpu_and_no_cupy_are_told_apart(exported, runtime, monkeypatch):
     description = exported.describe()
-    runtime.uuids = []
+    runtime.change(gpus=())
     with pytest.raises(AttachError, match="this process sees no GPU"):
         CudaAttachment(description, 1, None)
 
