@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from test_weights_faults import ACTORS, check_reads, kill_loop
-from weights_actors import STEPS, Nursery, logged, model_of, read_log, tensors_of, wait_until
+from weights_actors import STEPS, Nursery, logged, model_of, read_log, tensors_of
 from weights_mutants import GPU_ONLY, MUTANTS
 
 from async_grpo_ipc import AttachError, ExporterDiedError, WeightExporter, open_remote_memory
 from async_grpo_ipc.exporter import READERS_END_S
 from fake_cuda import Knobs, install
+from patience import until
 
 CAUGHT_S = 60.0  # that readers get to notice a seeded bug
 
@@ -66,7 +67,7 @@ def test_a_writer_killed_at_any_step_leaves_nothing_that_is_read(
 ) -> None:
     install(Knobs(folder=folder), monkeypatch)
     writer = nursery.spawn("write_and_die", path=str(handle), log=str(log), step=step, when=when)
-    wait_until(lambda: logged(log, "published"), "version 1")
+    until(lambda: logged(log, "published"), "version 1")
     model = fresh_model()
     with open_remote_memory(handle) as remote:
         assert remote.alias(model) == 1
@@ -88,12 +89,12 @@ def test_a_lease_that_outlives_its_exporter_is_not_believed(
 ) -> None:
     install(Knobs(folder=folder), monkeypatch)
     writer = nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01)
-    wait_until(lambda: logged(log, "published"), "version 1")
+    until(lambda: logged(log, "published"), "version 1")
     with open_remote_memory(handle) as remote:
         with pytest.raises(ExporterDiedError), remote.lease() as view:
             first = int(view["t0"][0])
             assert nursery.kill(writer) == signal.SIGKILL
-            wait_until(lambda: int(view["t0"][0]) != first, "the memory to be lost")
+            until(lambda: int(view["t0"][0]) != first, "the memory to be lost")
 
 
 def test_an_exporter_that_ends_waits_for_its_readers_and_not_for_ever(
@@ -103,7 +104,7 @@ def test_an_exporter_that_ends_waits_for_its_readers_and_not_for_ever(
     exporter = WeightExporter.from_tensors(tensors_of(1), handle)
     exporter.publish(1)
     reader = nursery.spawn("hold_a_lease", path=str(handle), log=str(log))
-    wait_until(lambda: logged(log, "held"), "the reader's lease")
+    until(lambda: logged(log, "held"), "the reader's lease")
     started = time.monotonic()
     exporter.close()
     assert time.monotonic() - started >= READERS_END_S
@@ -126,13 +127,13 @@ def test_a_worker_that_cannot_reach_the_gpu_reads_from_host_memory(
 ) -> None:
     """GPU-a, where the exporter is, is hidden from the reader, and the two are no peers."""
     writer = nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01)
-    wait_until(lambda: logged(log, "published"), "version 1")
+    until(lambda: logged(log, "published"), "version 1")
     install(Knobs(folder=folder, gpus=("GPU-b",), peers=False), monkeypatch)
     with pytest.raises(AttachError, match=r"--weights host|way='host'"):
         open_remote_memory(handle)
     nursery.kill(writer)
     writer = nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01, way="host")
-    wait_until(lambda: '"kind": "posix"' in handle.read_text(), "the next exporter")
+    until(lambda: '"kind": "posix"' in handle.read_text(), "the next exporter")
     with open_remote_memory(handle, timeout_s=10) as remote:
         assert remote.pull(fresh_model()) >= 1
     nursery.kill(writer)

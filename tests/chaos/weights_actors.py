@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # fake_cuda.py, for the actors
+sys.path.append(str(Path(__file__).parents[1]))  # fake_cuda.py and patience.py, for the actors
+from patience import until
 
 TENSORS = 12
 ELEMENTS = 4099
@@ -69,14 +70,6 @@ class Nursery:
         self._process.stdin.write(json.dumps({"verb": verb, **arguments}) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
-
-
-def wait_until(happened: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (result := happened()):
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.01)
-    return result
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -182,7 +175,7 @@ def write_and_die(path: str, log: str, step: str, when: str) -> None:
     exporter = WeightExporter.from_tensors(tensors, path)
     exporter.publish(1)
     Log(log)("published", version=1, generation=exporter.generation)
-    wait_until(Path(log + ".go").exists, "the test to attach")
+    until(Path(log + ".go").exists, "the test to attach")
     for index, tensor in enumerate(tensors.values()):
         tensor.fill_(value(2, index))
     method = getattr(exporter, STEPS[step])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from async_grpo.nodes.seat import SILENCE_S
 from async_grpo.queue import quarantined
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.roles.replay import checkpoint_digest
+from patience import until
 
 pytestmark = pytest.mark.integration
 
@@ -78,13 +79,6 @@ def processes_of_ray(run_id: str) -> list[psutil.Process]:
             if any(f"agrpo-{run_id}/" in word for word in process.cmdline()):
                 found.append(process)
     return found
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:

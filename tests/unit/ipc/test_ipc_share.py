@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 
@@ -255,7 +256,7 @@ def test_default_path_comes_from_the_environment(handle, trainer, monkeypatch):
 
 
 def test_second_live_exporter_is_refused(exporter, handle, trainer):
-    with pytest.raises(ExporterAliveError, match="already publishes at"):
+    with pytest.raises(ExporterAliveError, match=rf"\(pid {os.getpid()}\) already publishes at"):
         WeightExporter.from_model(trainer, handle)
     assert exporter.publish(1)
 

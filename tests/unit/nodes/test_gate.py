@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -24,6 +23,7 @@ from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
 from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, all_gone, read_nodes, write_nodes
+from patience import until
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}
 RAYLET = "10.0.0.1:40000"
@@ -109,13 +109,6 @@ def a_gate(
     run.write_state(state)
     stop = SimpleNamespace(requested=False)
     return _Gate(run, state, cluster, stop), stop  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def test_nodes_join_are_lost_and_join_again(run: RunDir, server: ServerQueue) -> None:

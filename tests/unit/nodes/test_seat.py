@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -28,19 +28,13 @@ from async_grpo.rundir.plan import RunPlan
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import Activity
 from async_grpo.telemetry.nodes import NodeRecord
+from patience import until
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerQueue]:
     with closing(ServerQueue.open(tmp_path / "q", RUN, max_attempts=3)) as queue:
         yield queue
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 def answered(sent: SentJob, job: Job) -> RolloutGroup:

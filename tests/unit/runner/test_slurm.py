@@ -7,14 +7,12 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from experiment_yard import ExperimentYard, tree
 
@@ -26,6 +24,7 @@ from async_grpo_experiments.slots.ledger import FAILED, FINISHED, Ledger, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.slots.starter import LOST
+from patience import is_gone, until
 
 submitit = pytest.importorskip("submitit")
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
@@ -36,22 +35,6 @@ ON_SLURM = tree(
     slurm={"partition": "short", "qos": "low", "timeout_min": 30, "mem_gb": 2, "cpus": 3},
 )
 STAGES = 4
-WAIT_S = 60.0
-
-
-def until(holds: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"{what} did not come within {WAIT_S:g} s"
-        time.sleep(0.02)
-    return found
-
-
-def has_gone(pid: int) -> bool:
-    """Whether a process has ended, also where nobody has asked for its exit code yet."""
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +99,7 @@ def test_a_resume_cancels_the_job_of_a_killed_runner_and_waits_for_its_end(tmp_p
         runner.wait()
     os.kill(pid, 0)  # the job goes on
     assert yard.run(ON_SLURM, places=None) == 0
-    until(lambda: has_gone(pid), "the end of what the cancelled job had started")
+    until(lambda: is_gone(pid), "the end of what the cancelled job had started")
     assert len(yard.finished) == len({*yard.finished}) == STAGES
     assert len(jobs_of(cluster)) == STAGES + 1
     assert not list(yard.root.glob("jobs/*/*.partial-*"))

@@ -22,7 +22,7 @@ from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps import commands, plan, report, sweep
 from async_grpo_experiments.sweeps.preflight import Preflight
-from patience import until
+from patience import is_gone, until
 
 DEADLINE_S = 60.0
 BAND_PLOT = report.band_plot
@@ -189,10 +189,6 @@ def end(pid: int, env: dict[str, str]) -> None:
             process.kill()
 
 
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
     yard: SweepYard,
     started: subprocess.Popen[str],
@@ -205,12 +201,12 @@ def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
     process.kill()
     process.communicate()
     pids = {seed: pid for seed, pid, _, _ in yard.starts()}
-    until(lambda: not alive(pids["3"]))  # the kernel told it
-    assert alive(pids["2"])
+    until(lambda: is_gone(pids["3"]))  # the kernel told it
+    assert not is_gone(pids["2"])
     monkeypatch.setattr("async_grpo_experiments.sweeps.sweep.GRACE_S", 0.2)
     yard.behave()
     assert yard.run(plan.load(Path("outputs/sweep_mine")), resume=True) == 0
-    assert not alive(pids["2"])
+    assert is_gone(pids["2"])
     assert sorted(seed for seed, *_ in yard.starts()) == ["1", "2", "2", "3", "3"]
     assert "n = 3 of 3 seeds" in capsys.readouterr().out
 
@@ -219,12 +215,12 @@ def test_ctrl_c_twice_kills_what_is_deaf(yard: SweepYard, started: subprocess.Po
     process = started
     process.send_signal(signal.SIGINT)
     pids = {seed: pid for seed, pid, _, _ in yard.starts()}
-    until(lambda: not alive(pids["3"]))
-    assert process.poll() is None and alive(pids["2"])
+    until(lambda: is_gone(pids["3"]))
+    assert process.poll() is None and not is_gone(pids["2"])
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert not alive(pids["2"])
+    assert is_gone(pids["2"])
     assert "n = 1 of 3 seeds (1). Not counted: seed 2, stopped: it was asked to stop; seed 3, stopped:" in said
 
 
