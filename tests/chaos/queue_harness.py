@@ -7,7 +7,6 @@ The log is written by `os.write` on an `O_APPEND` file, so that it survives a SI
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import json
 import os
@@ -322,17 +321,6 @@ def failing_files(root: Path, at: int, code: int, *, times: int = 1) -> Files:
             if operation == "create":
                 (root / path).write_bytes(data[: len(data) // 2])
             raise OSError(code, os.strerror(code), path)
-
-    return WrappedFiles(root, before)
-
-
-def full_disk(files: list[bool], root: Path) -> Files:
-    """No room for any new file while `files[0]` is true."""
-
-    def before(operation: str, path: str, data: bytes) -> None:
-        if files[0] and operation == "create":
-            (root / path).write_bytes(data[:10])
-            raise OSError(errno.ENOSPC, "No space left on device", path)
 
     return WrappedFiles(root, before)
 

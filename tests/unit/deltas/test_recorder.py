@@ -110,13 +110,8 @@ def test_every_third_version_and_the_last(tmp_path: Path) -> None:
     assert is_exact(run)
 
 
-def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
-    monkeypatch.setattr(encoder_module, "WAITING_BYTES", 0)
-    run = Run(tmp_path)
-    run.step(0)
-    run.written(0)
+def writing_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no version be written before this event."""
     go = threading.Event()
     append = encoder_module.ChainWriter.append
 
@@ -125,6 +120,17 @@ def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
         return append(self, *args)
 
     monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
+    return go
+
+
+def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    monkeypatch.setattr(encoder_module, "WAITING_BYTES", 0)
+    run = Run(tmp_path)
+    run.step(0)
+    run.written(0)
+    go = writing_waits(monkeypatch)
     for version in range(1, 9):
         run.step(version)  # returns at once
         assert run.publisher.version == version
@@ -139,14 +145,7 @@ def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
 def test_small_versions_wait_for_a_slow_encoder_and_none_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, go = Run(tmp_path), threading.Event()
-    append = encoder_module.ChainWriter.append
-
-    def slowly(self: Any, *args: Any) -> Any:
-        assert go.wait(60)
-        return append(self, *args)
-
-    monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
+    run, go = Run(tmp_path), writing_waits(monkeypatch)
     for version in range(30):
         run.step(version)
     go.set()
@@ -270,16 +269,10 @@ def test_copies_have_the_priority_of_training_and_encoding_a_lower_one(
 def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    run, go = Run(tmp_path), threading.Event()
+    run = Run(tmp_path)
     run.step(0)
     run.written(0)
-    append = encoder_module.ChainWriter.append
-
-    def slowly(self: Any, *args: Any) -> Any:
-        assert go.wait(60)
-        return append(self, *args)
-
-    monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
+    go = writing_waits(monkeypatch)
     monkeypatch.setattr(encoder_module, "ENDING_S", 0.01)
     run.step(1)
     run.publisher.close()

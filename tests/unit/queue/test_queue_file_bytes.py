@@ -10,28 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from queue_samples import RUN, make_group, make_job, same_group
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
-from async_grpo.queue.names import COMPLETE, PENDING, JobName
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(row=st.dictionaries(st.text(), json_values, max_size=5))
-def test_a_job_comes_back_exactly(row: dict[str, Any]) -> None:
-    job = make_job(7)
-    job.row.clear()
-    job.row.update(row)
-    assert decode_job(encode_job(job), JobName(7, 0, PENDING), RUN) == job
+from async_grpo.queue.names import COMPLETE, JobName
 
 
 def test_a_row_may_hold_nan_infinity_and_lone_surrogates() -> None:

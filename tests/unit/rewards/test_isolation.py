@@ -223,7 +223,7 @@ def test_nothing_but_its_directory_can_be_written(user: str) -> None:
     source = """
 import os
 written = []
-for folder in ("/", "/usr", "/tmp", "/dev", "/dev/shm", "/etc", "/program"):
+for folder in ("/", "/usr", "/usr/lib", "/tmp", "/dev", "/dev/shm", "/etc", "/program"):
     try:
         open(folder + "/file", "w").close()
         written.append(folder)
