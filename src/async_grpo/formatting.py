@@ -71,10 +71,8 @@ def _message(message: dict[str, Any]) -> str:
 
 def _content(content: Any) -> str:
     """Text, or the text parts of a list of parts; other parts by their type, e.g. `<image>`."""
-    if content is None:
-        return ""
     if not isinstance(content, list):
-        return str(content)
+        return "" if content is None else str(content)
     parts = [part if isinstance(part, dict) else {"text": part} for part in content]
     return "".join(str(part["text"]) if part.get("text") is not None else f"<{part.get('type')}>" for part in parts)
 

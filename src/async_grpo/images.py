@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,13 @@ class EncodedImage:
 
     def open(self) -> Image:
         """The pixels. `UnsupportedError`: the bytes are no image, or of too large a one."""
+        import PIL.Image
+
         try:
             image = self._described()
             image.load()
             if image.info.get(_MODE) == _YCBCR and image.mode == "RGB":
-                return _as_ycbcr(image)
+                return PIL.Image.frombytes(_YCBCR, image.size, image.tobytes())
         except UnsupportedError:
             raise
         except Exception as error:  # whatever PIL's many readers raise for broken bytes
@@ -126,12 +129,6 @@ def _as_rgb(image: Image) -> tuple[Image, Any]:
     return PIL.Image.frombytes("RGB", image.size, image.tobytes()), named
 
 
-def _as_ycbcr(image: Image) -> Image:
-    import PIL.Image
-
-    return PIL.Image.frombytes(_YCBCR, image.size, image.tobytes())
-
-
 def encoded(value: Any) -> Any:
     """`value` with an `EncodedImage` in place of each PIL image; `value` itself where it has none."""
     pil = sys.modules.get("PIL.Image")
@@ -149,13 +146,7 @@ def encoded(value: Any) -> Any:
 
 def opened(value: Any) -> Any:
     """`value` with a PIL image in place of each `EncodedImage`; `value` itself where it has none."""
-    known: dict[EncodedImage, Image] = {}
-
-    def decode(image: EncodedImage) -> Image:
-        if image not in known:
-            known[image] = image.open()
-        return known[image]
-
+    decode = cache(EncodedImage.open)  # equal ones once
     return _replaced(value, lambda leaf: decode(leaf) if type(leaf) is EncodedImage else leaf)
 
 

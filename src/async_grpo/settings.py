@@ -99,8 +99,7 @@ def seed_number(text: str) -> int:
 
 
 def share(text: str) -> float:
-    number = _number_in(text, 0.0, 1.0)
-    if number == 0:
+    if not (number := _number_in(text, 0.0, 1.0)):
         raise ArgumentTypeError("must be over 0, and at most 1")
     return number
 
@@ -132,11 +131,16 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name(part) for part in text.split(","))
 
 
-def _number_in(text: str, least: float, most: float) -> float:
+def _number(text: str) -> float:
+    """NaN where it is none."""
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
-        number = math.nan
+        return math.nan
+
+
+def _number_in(text: str, least: float, most: float) -> float:
+    number = _number(text)
     if not (least <= number <= most and math.isfinite(number)):
         bound = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise ArgumentTypeError(f"must be a number {bound}, got {text!r}")
@@ -154,21 +158,13 @@ def etas(text: str) -> tuple[Eta, ...]:
 def _eta(text: str) -> Eta:
     if text == "off":
         return "off"
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
+    if not 0 < (number := _number(text)) < math.inf:
         raise ArgumentTypeError(f"must be over 0, in units of the reward, got {text!r}; off is no guidance")
     return number
 
 
 def positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < (seconds := _number(text)) < math.inf:
         raise ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
     return seconds
 
@@ -192,8 +188,7 @@ class Assign(Action):
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         earlier = getattr(namespace, self.dest)
-        name, value = values
-        setattr(namespace, self.dest, {**(earlier if isinstance(earlier, dict) else {}), name: value})
+        setattr(namespace, self.dest, {**(earlier if isinstance(earlier, dict) else {}), **dict([values])})
 
 
 def setting(default: Any, help: str, **argument: Any) -> Any:

@@ -133,6 +133,19 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(text_of(x))) for x in completions]
 
 
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        Their product.
+    """
+    return a * b
+
+
 def config(output_dir: Path, config_class: type[GRPOConfig] = GRPOConfig, **changes: Any) -> GRPOConfig:
     """4 prompts of 2 completions a step, on the CPU, everything logged, unless `changes` say otherwise."""
     settings: dict[str, Any] = {

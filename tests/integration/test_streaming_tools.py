@@ -16,6 +16,7 @@ from in_process import (
     chat_rows,
     jobs_of,
     letters,
+    multiply,
 )
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -43,16 +44,6 @@ class Adder:
 
     def get_reward(self) -> float:
         return float(self.total)
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiply.
-
-    Args:
-        a: one factor.
-        b: the other.
-    """
-    return a * b
 
 
 CALLS = {

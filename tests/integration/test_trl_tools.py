@@ -20,6 +20,7 @@ from in_process import (
     chat_rows,
     jobs_of,
     length,
+    multiply,
     plain_rows,
     training_logs,
 )
@@ -34,19 +35,6 @@ pytestmark = pytest.mark.integration
 TOOL_CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 BAD_CALL = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
 TOOL_RESULT = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-
-    Returns:
-        Their product.
-    """
-    return a * b
 
 
 def calls_multiply(prompt: str, place: int) -> str:

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 from compared_with_trl import settings
-from in_process import (
-    InProcessRun,
-    build_trainer,
-    plain_rows,
-)
+from in_process import InProcessRun, build_trainer, plain_rows
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 

@@ -113,14 +113,7 @@ def save_checkpoint(output_dir: Path, run_id: str, step: int, weights: bytes = b
     written.mkdir()
     (written / "model.safetensors").write_bytes(weights)
     state = RolloutState(
-        run_id=run_id,
-        step=step,
-        next_seq=9,
-        rounds=3,
-        unusable=[2],
-        consumed_below=4,
-        consumed=[6],
-        run_dir=run_dir,
+        run_id=run_id, step=step, next_seq=9, rounds=3, unusable=[2], consumed_below=4, consumed=[6], run_dir=run_dir
     )
     checkpoint_folders.save(written, state)
     return checkpoint_folders.put_in_place(written, output_dir, run_id)

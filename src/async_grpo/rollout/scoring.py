@@ -43,17 +43,13 @@ class RewardCalls:
 
 def reward_calls(trainer: Any, settings: WorkerSettings, *, deterministic: bool) -> RewardCalls:
     """As the functions and the options say. Rewards in another order may draw other random numbers."""
-    functions = [*trainer.reward_funcs, *_own_scoring(trainer)]
+    own_scoring = [trainer._calculate_rewards] if "_calculate_rewards" in replaced_by_user(trainer) else []
+    functions = [*trainer.reward_funcs, *own_scoring]
     overlap = all(is_async_callable(function) or _says(function, "thread_safe", False) for function in functions)
     at_a_time = settings.score_concurrency or (OVERLAPPING if overlap else 1)
     joint = not settings.score_alone and all(_says(function, "joint", True) for function in functions)
     batch = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     return RewardCalls(0 if deterministic else at_a_time, batch if joint else 0)
-
-
-def _own_scoring(trainer: Any) -> list[Any]:
-    """The user's override of `_calculate_rewards`, if there is one."""
-    return [trainer._calculate_rewards] if "_calculate_rewards" in replaced_by_user(trainer) else []
 
 
 def _says(function: Any, name: str, default: bool) -> bool:

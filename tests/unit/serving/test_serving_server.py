@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+from fake_vllm import Handler
 
 from async_grpo.errors import GeneratorError, UsageError
 from async_grpo.serving import vllm_server
@@ -140,7 +141,7 @@ def test_another_program_that_has_its_port_is_not_taken_for_it(
         restart = server.restart
         monkeypatch.setattr(server, "restart", lambda: go.touch() or restart())
         until(lambda: pids(tmp_path), "its start")
-        with HTTPServer(("127.0.0.1", server.port), Healthy) as other:
+        with HTTPServer(("127.0.0.1", server.port), Handler) as other:
             Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
             with urlopen(f"{server.base_url}/health", timeout=60) as answer:
                 assert answer.status == 200
@@ -148,15 +149,6 @@ def test_another_program_that_has_its_port_is_not_taken_for_it(
             server.wait_ready(60)
             assert (server.starts, server.port == other.server_port) == (2, False)
             other.shutdown()
-
-
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 def test_our_plugin_is_among_those_that_the_user_allows() -> None:

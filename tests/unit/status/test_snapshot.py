@@ -341,13 +341,7 @@ def test_rates_are_of_the_last_minute_read_from_the_end(tmp_path: Path) -> None:
 
 
 SHARES = Shares(
-    window_s=60.0,
-    workers=2,
-    trainer_waits=0.41,
-    workers_busy=0.95,
-    workers_scoring=0.1,
-    max_staleness=4,
-    on_cpu=False,
+    window_s=60.0, workers=2, trainer_waits=0.41, workers_busy=0.95, workers_scoring=0.1, max_staleness=4, on_cpu=False
 )
 
 
@@ -360,10 +354,7 @@ SHARES = Shares(
         ({"workers_busy": 0.5, "max_staleness": 0}, ["take turns", "--max-staleness (now 0)"]),
         ({"trainer_waits": 0.02, "workers_busy": 0.4}, ["the trainer is the bottleneck", "--num-workers 1 would do"]),
         ({"by_hand": True}, ["workers are the bottleneck", "start another `async-grpo worker` or raise"]),
-        (
-            {"by_hand": True, "trainer_waits": 0.02, "workers_busy": 0.4},
-            ["the trainer is", "1 worker would"],
-        ),
+        ({"by_hand": True, "trainer_waits": 0.02, "workers_busy": 0.4}, ["the trainer is", "1 worker would"]),
         ({"trainer_waits": 0.02, "workers_busy": 0.6}, ["the trainer is", "more workers would not help"]),
         ({"trainer_waits": 0.02}, ["balanced"]),
     ],

@@ -23,12 +23,7 @@ def test_options_override_the_setup_file_and_the_environment_and_nothing_else_do
     name_for_wandb(TrainingSettings(), environ)
     assert environ == {"WANDB_TAGS": "old", "WANDB_PROJECT": "mine"}
     name_for_wandb(NAMED, environ)
-    assert environ == {
-        "WANDB_TAGS": "a,b",
-        "WANDB_PROJECT": "mine",
-        "WANDB_NAME": "warm",
-        "WANDB_RUN_GROUP": "seeds",
-    }
+    assert environ == {"WANDB_TAGS": "a,b", "WANDB_PROJECT": "mine", "WANDB_NAME": "warm", "WANDB_RUN_GROUP": "seeds"}
     named = trainer("wandb")
     name_run(named, TrainingSettings())
     assert named.args.run_name == "of the file"

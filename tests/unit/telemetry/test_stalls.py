@@ -15,15 +15,7 @@ from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
 from async_grpo.telemetry import activity as activity_module
 from async_grpo.telemetry import stalls
-from async_grpo.telemetry.activity import (
-    GENERATING,
-    LOADING,
-    SCORING,
-    WAITING,
-    Activity,
-    ActivityRecord,
-    read_count,
-)
+from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, WAITING, Activity, ActivityRecord, read_count
 from async_grpo.telemetry.stalls import HangDetector, StallReporter, describe, last_progress_s
 from async_grpo.telemetry.waiting import wait_until
 
