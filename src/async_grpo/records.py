@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
 
@@ -76,6 +77,18 @@ def tensor(dtype: str, shape: str, meaning: str, **details: Any) -> Any:
 
 def _stored(*, default: Any = MISSING, default_factory: Any = MISSING, **details: Any) -> Any:
     return field(default=default, default_factory=default_factory, metadata={"stored": Stored(**details)})
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Names as they are shown, each for one thing: a second `reward` becomes `reward (2)`."""
+    found: dict[str, int] = {}  # how many had the name
+    for name in names:
+        shown = name
+        while shown in found:
+            found[name] += 1
+            shown = f"{name} ({found[name]})"
+        found[shown] = 1
+    return [*found]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(header, texts, tensor))
@@ -146,7 +159,7 @@ class RolloutGroup:
     attempt: int = header("integer", "0 for the first try")
     worker: str = header("text", "the worker that generated it, e.g. dev1")
     policy_version: int = header("integer", "version of the weights that sampled it; the oldest of `token_versions`")
-    reward_names: tuple[str, ...] = header("list of text", "names of the F reward functions")
+    reward_names: tuple[str, ...] = header("list of text", "distinct names of the F reward functions")
     metrics: dict[str, list[float]] = header(
         "object of lists of numbers", "`log_metric` of the reward functions", default_factory=dict
     )
@@ -207,6 +220,9 @@ class RolloutGroup:
         item="prompt",
         default_factory=list,
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward_names", tuple(distinct(self.reward_names)))
 
     def prompt(self, index: int) -> Any:
         """What completion `index` answers, text or messages; the whole row where it names no prompt."""

@@ -69,6 +69,7 @@ PLANTED_CASES = {
     "generation_config": ("sampling", "differs", "in the server only"),
     "scoring": ("scores", "documented", "a batch in TRL, a group in a worker"),
     "dropout": ("losses", "documented", "dropout (0.3)"),
+    "twins": ("reward reward (2)", "differs", "It changes calls"),
     "collator": ("batches", "differs", "Random numbers were drawn in another order"),
 }
 

@@ -113,12 +113,13 @@ def test_checkpoints_and_evaluations_are_timed_once(tmp_path: Path, trainer_clas
 
 
 def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
-    def twice(completions: list[str], **_: Any) -> list[float | None]:
+    def none(completions: list[str], **_: Any) -> list[float | None]:
         return [None] * len(completions)
 
+    none.__name__ = letters.__name__
     get_trainer = trainer_of(
         tmp_path,
-        reward_funcs=[letters, twice],
+        reward_funcs=[letters, none],
         reward_weights=[2.0, 1.0],
         per_device_train_batch_size=4 * GROUP_SIZE,
         max_steps=3,

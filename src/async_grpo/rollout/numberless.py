@@ -10,6 +10,8 @@ import torch
 
 from async_grpo.log import logger
 
+from async_grpo.records import distinct
+
 PATIENCE = 4  # groups: a function may be for some rows only, and give None for all others
 
 
@@ -24,7 +26,7 @@ class Numberless:
 
     def saw(self, names: Sequence[str], rewards: torch.Tensor, groups: int) -> None:
         """One call of the reward functions gave `rewards`, [completions, F], for so many groups."""
-        silent = torch.isnan(rewards).all(dim=0).tolist()
+        names, silent = distinct(names), torch.isnan(rewards).all(dim=0).tolist()
         with self._lock:
             self._groups += groups
             self._settled |= {name for name, is_silent in zip(names, silent, strict=True) if not is_silent}

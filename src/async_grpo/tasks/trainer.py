@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.errors import UsageError
+from async_grpo.records import distinct
 from async_grpo.tasks.gradients import TASK, WEIGHTINGS, TaskGradients, dealt, require_shares, shares
 from async_grpo.tasks.sampler import TaskSampler
 from async_grpo.tasks.scores import Score
@@ -41,6 +42,7 @@ class MultiTask(RarelyTimed):
     task_quotas: dict[str, int] | None = None  # groups of each task that a batch waits for; None: of any
     gradients_besides = 0  # of the whole model that are held at a time, beside TRL's
     tasks_in_words: str  # what of each task a batch has
+    reward_func_names: list[str]  # of TRL
     _buffered_inputs: Any  # of TRL
     _gradients: TaskGradients | None = None  # of each task; None: TRL's, of all of them
 
@@ -57,6 +59,7 @@ class MultiTask(RarelyTimed):
             raise UsageError(f"mtl must be one of {', '.join(METHODS)}, got {mtl!r}{why}.")
         super().__init__(*args, **kwargs)
         self.mtl = mtl
+        self.reward_func_names = distinct(self.reward_func_names)  # TRL keeps what each gave by its name
         if self.args.remove_unused_columns:
             raise UsageError("MultiTask needs the column task of each row: leave remove_unused_columns at False.")
         self.task_names = _names_of(self.train_dataset)
@@ -136,14 +139,11 @@ class MultiTask(RarelyTimed):
 
     def _report_tasks(self, rows: Sequence[Mapping[str, Any]], mask: torch.Tensor) -> None:
         """Log the mean reward of each task and source, and the mean length of each task, over all processes."""
-        own = [
-            (row["task"], row.get("data_source"), length)
-            for row, length in zip(rows, mask.sum(dim=1).tolist(), strict=True)
-        ]
+        lengths = mask.sum(dim=1).tolist()
+        own = [(row["task"], row.get("data_source"), length) for row, length in zip(rows, lengths, strict=True)]
         everything = gather_object(own)
-        rewards = self._rewards_of_batch(len(everything))
         figures: dict[str, list[float]] = {}
-        for (task, source, length), reward in zip(everything, rewards, strict=True):
+        for (task, source, length), reward in zip(everything, self._rewards_of_batch(len(everything)), strict=True):
             figures.setdefault(f"{task}/response_length/mean", []).append(float(length))
             if math.isnan(reward):
                 continue

@@ -43,6 +43,13 @@ def compares(completions: list[Any], **_: Any) -> list[float]:
     return [score - sum(scores) / len(scores) for score in scores]
 
 
+def _reward(function: Any) -> Any:
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return function(completions)
+
+    return reward
+
+
 class Phases(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         global phase
@@ -71,6 +78,7 @@ REWARDS = {
     "draws": draws,
     "seed": reseeds,
     "batch": compares,
+    "twins": [_reward(letters), _reward(counts_calls)],
 }
 CALLBACKS = {"callback": Phases, "generation_config": Warmer}
 trainer: Any = None

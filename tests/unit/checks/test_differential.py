@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from async_grpo.checks.differential import called, plain, scored, trained
-from async_grpo.checks.differential.building import Facts
+from async_grpo.checks.differential.building import CheckOptions, Facts, user_trainer
 from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Note, Notes, noted, notes_of
 from async_grpo.checks.differential.user_code import Noting, around, held_state, items_of, note_rewards_and_tools
 from async_grpo.errors import UnsupportedError
+from async_grpo.setup import setup_file
 
 FACTS = Facts(
     trainer="GRPOTrainer",
@@ -427,6 +428,14 @@ def test_a_function_is_replaced_by_one_of_its_kind_with_its_attributes() -> None
     with pytest.raises(KeyError):
         around(fails, noting)()
     assert ended[0] == 2 and isinstance(ended[1], KeyError)
+
+
+def test_rewards_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(world_size=1, save_strategy="no")
+    trainer = SimpleNamespace(args=args, reward_func_names=["reward", "reward"])
+    monkeypatch.setattr(setup_file, "load_trainer", lambda *_: trainer)
+    assert user_trainer(CheckOptions(config="mine.py", device="cpu", seed=0), tmp_path) is trainer
+    assert trainer.reward_func_names == ["reward", "reward (2)"]
 
 
 def test_a_call_of_a_reward_that_fails_is_not_counted(tmp_path: Path) -> None:

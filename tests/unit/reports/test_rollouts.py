@@ -42,6 +42,15 @@ def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.Cap
     assert "group 4" in text and "group 3" not in text and "the newest 4" in text
 
 
+def test_functions_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, page = ArchivedRun(tmp_path), tmp_path / "page.html"
+    run.use(1, [0], reward_names=("right", "right"))
+    assert "right 1  right (2) 0.5" in shown(capsys, run.root)
+    shown(capsys, run.root, "--html", page)
+    data = data_of(page)
+    assert data["rewards"] == ["right", "right (2)"] and data["rows"][0][7:] == [1.0, 0.5]
+
+
 def test_those_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = three_steps(tmp_path)
     run.use(4, [20, 21], node="gpu2")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.records import distinct
 from async_grpo.rundir.files import write_json
 from async_grpo.setup.sampling import refuse_guided
 
@@ -89,6 +90,7 @@ def user_trainer(options: CheckOptions, output_dir: Path, **loading: Any) -> Any
     with cut_down() if options.tiny else nullcontext(), configurations_with(values):
         trainer = load_trainer(Path(options.config), **loading)
     trainer.args.output_dir = str(output_dir)
+    trainer.reward_func_names = distinct(trainer.reward_func_names)  # lines and notes name each function
     refuse(trainer)
     return trainer
 

@@ -130,18 +130,12 @@ def _explained(
     if first and first != probes["otherwise"]:
         cause = "It draws random numbers, and those of a worker are others than those of plain TRL."
         return unknown(subject, found, cause)
-    if first and first == ours[0]["values"][: len(first)] and _moves(theirs):
-        cause = (
-            "It sets the seed of random numbers and draws them, so what a completion gets depends on its place in the "
-            "call: TRL calls it with a batch, a worker with the prompt groups that wait, here one at a time."
-        )
-        return documented(subject, found, cause)
     if first and first == ours[0]["values"][: len(first)]:
-        cause = (
-            "It compares the completions of a call: TRL calls it with a batch, a worker with the prompt groups that "
-            "wait, here one at a time."
-        )
-        return documented(subject, found, cause)
+        cause = "It compares the completions of a call"
+        if _moves(theirs):
+            cause = "It sets the seed of random numbers and draws them: a value depends on the place in the call"
+        calls = "TRL calls it with a batch, a worker with the prompt groups that wait, here one at a time."
+        return documented(subject, found, f"{cause}. {calls}")
     return differs(subject, found)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import Look, Parameters, Question, Shape, TrainerFacts
 from async_grpo.errors import AsyncGRPOError
+from async_grpo.records import distinct
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
 from async_grpo.rundir.paths import RunDir
@@ -160,7 +161,7 @@ def describe(trainer: GRPOTrainer, plan: RunPlan) -> TrainerFacts:
         **_of_data(trainer),
         **_of_publishing(trainer, plan),
         trainer=type(trainer).__name__,
-        rewards=list(trainer.reward_func_names),
+        rewards=distinct(trainer.reward_func_names),
         batch=batch,
         epochs=args.num_train_epochs,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
