@@ -20,6 +20,9 @@ from async_grpo.errors import UsageError
 from async_grpo.roles.evaluations import log_evaluation
 from async_grpo.setup.overrides import describe_overrides, overridden
 from async_grpo.tasks import MultiTask, score
+from async_grpo.telemetry import entries
+from async_grpo.telemetry.run_log import RunLog
+from async_grpo.training.reporting import LogCallback
 
 pytestmark = pytest.mark.integration
 
@@ -88,7 +91,7 @@ def test_a_critic_and_several_tasks(tmp_path: Path, mtl: str) -> None:
 
 
 @pytest.mark.parametrize("trainer_class", [Trainer, CriticTrainer])
-def test_checkpoints_and_evaluations_are_timed_once(tmp_path: Path, trainer_class: Any) -> None:
+def test_checkpoints_and_evaluations_are_timed_once_and_named(tmp_path: Path, trainer_class: Any) -> None:
     """Both classes of a pair measure; a dictionary of datasets is one evaluation. Logged with the step after."""
     of_ppo = {"config_class": PPOConfig} if trainer_class is CriticTrainer else {}
     saved = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
@@ -102,7 +105,10 @@ def test_checkpoints_and_evaluations_are_timed_once(tmp_path: Path, trainer_clas
         note(name, seconds)
 
     trainer.note_seconds = noting
+    trainer.add_callback(LogCallback(RunLog(tmp_path / "metrics.jsonl"), dict))
     trainer.train()
+    evaluations = [one for one in entries.read(tmp_path / "metrics.jsonl") if "eval_reward" in one]
+    assert [one["eval_set"] for one in evaluations] == ["math", "logic"] * 2
     assert noted == ["testing", "save_checkpoint"] * 2
     first, second = training_logs(trainer)
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= second.keys()

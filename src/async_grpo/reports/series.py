@@ -19,6 +19,7 @@ from async_grpo.archive.groups import FinishedGroup, UsedStep
 from async_grpo.formatting import as_text, printable
 from async_grpo.redaction import MASK, Redactor, is_secret
 from async_grpo.rundir.shape import is_number
+from async_grpo.telemetry.entries import SET
 
 REWARDS, STALENESS, THROUGHPUT, EVALUATION = "1_rewards", "2_staleness", "3_throughput", "4_evaluation"
 COMPLETIONS, TIMING, WORKERS, DISTRIBUTIONS = "5_completions", "6_timing", "7_workers", "8_distributions"
@@ -35,13 +36,12 @@ def scalars(used: UsedStep) -> dict[str, float]:
     """Numbers of a step's groups, of which there is at least one; NaN where there is nothing to tell."""
     groups = used.groups
     staleness = _staleness(used)
-    ages = [used.version_used - found.group.job.born_version for found in groups]
     return {
         **_rewards(groups),
         f"{COMPLETIONS}/length": float(_lengths(groups).mean()),
         f"{STALENESS}/mean": float(staleness.mean()),
         f"{STALENESS}/max": float(staleness.max()),
-        f"{TIMING}/job_age_versions": float(np.mean(ages)),
+        f"{TIMING}/job_age_versions": float(np.mean([used.version_used - it.group.job.born_version for it in groups])),
         **_seconds(groups),
     }
 
@@ -81,13 +81,12 @@ def of_workers(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
 def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The scalars of one line of metrics.jsonl: those of training under the tags that transformers gives them."""
     numbers = {name: float(value) for name, value in entry.items() if is_number(value) and name not in _NO_SERIES}
+    evaluation = f"{EVALUATION}/{entry[SET]}" if SET in entry else EVALUATION
     for name, value in numbers.items():
-        is_evaluation = name.startswith("eval_")
-        yield (f"{EVALUATION}/{name.removeprefix('eval_')}" if is_evaluation else f"train/{name}"), value
+        yield (f"{evaluation}/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"), value
     for group, names in ((THROUGHPUT, _THROUGHPUT), (STABILITY, _STABILITY)):
-        for name in names:
-            if name in numbers:
-                yield f"{group}/{name.removeprefix('async/')}", numbers[name]
+        for name in filter(numbers.__contains__, names):
+            yield f"{group}/{name.removeprefix('async/')}", numbers[name]
     rate, length = numbers.get("async/rollouts_per_second"), numbers.get("completions/mean_length")
     if rate is not None and length is not None:
         yield f"{THROUGHPUT}/tokens_per_second", rate * length

@@ -9,7 +9,6 @@ from threading import Lock
 import torch
 
 from async_grpo.log import logger
-
 from async_grpo.records import distinct
 
 PATIENCE = 4  # groups: a function may be for some rows only, and give None for all others

@@ -24,10 +24,9 @@ _OF_A_PROCESS = (
     *("worker_restarts", "jobs_quarantined", "groups_dropped"),
 )
 _PAIRS = (  # where the one is there, the other is
-    *(("resumed_from", "rollouts_before"), ("reward_first", "reward_last"), ("accuracy_after", "accuracy_before")),
-    *(("evaluated_after", "evaluated_before"), ("undecided_tokens", "undecided_nats")),
+    *(("resumed_from", "rollouts_before"), ("reward_first", "reward_last"), ("evaluated_after", "evaluated_before")),
+    ("undecided_tokens", "undecided_nats"),
 )
-_OF_SOME = ("padding_fraction", *(name for pair in _PAIRS for name in pair))
 _TEXTS = ("state", "run_id", "checkpoints", "tensorboard", "evaluated", "evaluated_with")
 _EVALUATED = {"success_rate": "success rate", "reward_mean": "mean reward"}
 
@@ -50,13 +49,13 @@ def read_figures(path: Path, needed: Sequence[str] = _ALWAYS) -> dict[str, Any]:
     with naming(path):
         for name in _TEXTS:
             shaped(str, found.get(name, ""), name)
-        for name in (*_ALWAYS, *_OF_A_PROCESS, *_OF_SOME) if "rollouts" in found else ():
+        for name in (*_ALWAYS, *_OF_A_PROCESS, "padding_fraction") if "rollouts" in found else ():
             if name in needed or found.get(name) is not None:
                 shaped(float, found.get(name), name)
         shaped(list[str], found.get("workers_lost", []), "workers_lost")
-        for given, other in _PAIRS:
-            if found.get(given) is not None:
-                shaped(float, found.get(other), other)
+        for pair in (*_PAIRS, *_accuracies(found)):
+            for name in pair if found.get(pair[0]) is not None else ():
+                shaped(float, found.get(name), name)
     return found
 
 
@@ -89,7 +88,7 @@ def show(run: RunDir) -> None:
     table = Table(title=f"run {name} {state}", show_header=False, title_justify="left")
     for section in _sections(figures, run):
         for label, text in section:
-            table.add_row(label, printable(text))
+            table.add_row(printable(label), printable(text))
         table.add_section()
     console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
     console.print(table)
@@ -128,10 +127,16 @@ def _learning(figures: dict[str, Any]) -> list[Row]:
             (f"evaluations: {name}", f"{figures['evaluated_before']:.3f} → {figures['evaluated_after']:.3f}"),
         )
         rows.append(("evaluations sampled with", figures.get("evaluated_with", "")))
-    elif "accuracy_after" in figures:
-        change = f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"
-        rows.append(("TRL's own evaluations: accuracy", change))
+        return rows
+    for after, before in _accuracies(figures):
+        of_set = after.removeprefix("accuracy_after").replace("/", " of ", 1)
+        rows.append((f"TRL's own evaluations: accuracy{of_set}", f"{figures[before]:.3f} → {figures[after]:.3f}"))
     return rows
+
+
+def _accuracies(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """The names of the last and the first accuracy, of each dataset that TRL has evaluated."""
+    return [(name, name.replace("after", "before", 1)) for name in figures if name.startswith("accuracy_after")]
 
 
 def _of_process(figures: dict[str, Any], run: RunDir) -> list[Row]:

@@ -15,6 +15,7 @@ from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import is_number, shaped
 
 RESUMED = "resumed"  # of a line that says from which step a resumed run goes on
+SET = "eval_set"  # of TRL's own evaluation of several datasets: the name of the one that the line is about
 _NUMBERS = (  # of an entry, where it has them; nothing relies on the others
     *("reward", "eval_success_rate", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
     *("async/staleness_mean", "async/staleness_max", "async/padding_fraction"),

@@ -18,7 +18,7 @@ from async_grpo.log import logger
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.shape import is_number, shaped
-from async_grpo.telemetry.entries import RESUMED, Entries, Entry, TakenBack, happened, parse_entry, step_of
+from async_grpo.telemetry.entries import RESUMED, SET, Entries, Entry, TakenBack, happened, parse_entry, step_of
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
 logger.level(STEP, no=logger.level("INFO").no)
@@ -58,7 +58,7 @@ REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queu
 
 _OF_TASKS = "*/"
 _ACCURACY = "eval_rewards/accuracy/mean"  # of TRL's own evaluation
-_QUOTED = ("step", "eval_version", "loss", "reward", _ACCURACY)
+_QUOTED = ("step", "eval_version", "loss", "reward", _ACCURACY, SET)
 
 
 class RunLog:
@@ -110,15 +110,15 @@ class RunLog:
         Args:
             sampled_with: how TRL samples in training, and in its own evaluation.
         """
-        when = {"monotonic_s": round(time.monotonic(), 3)}
-        values = _json_values(logs)
-        self._file.append(json.dumps({"step": step, **when, **values}, default=str))
+        values = _json_values({**_evaluated_set(logs), **logs})
+        self._file.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), **values}, default=str))
         self._remember(values)
         if "loss" in logs:
             self.step_done(step, logs)
-        elif "eval_reward" in logs:
+        elif is_number(logs.get("eval_reward")):
+            data = f" of {values[SET]}" if SET in values else ""
             how = sampled_with and f", sampled with {sampled_with}"
-            logger.info("TRL's own evaluation at step {}: mean reward {:.3f}{}", step, logs["eval_reward"], how)
+            logger.info("TRL's own evaluation{} at step {}: mean reward {:.3f}{}", data, step, logs["eval_reward"], how)
 
     def step_done(self, step: int, figures: Mapping[str, Any]) -> None:
         """The step line of an optimizer step, once: also of one that the trainer does not log."""
@@ -140,12 +140,13 @@ class RunLog:
         return {name: round(value, 4) for name, value in self._quotes.items()}
 
     def _remember(self, logs: Mapping[str, Any]) -> None:
-        if _is_training_step(logs):
+        if "loss" in logs and is_number(logs.get("reward")):
             self._quotes.setdefault("reward_first", logs["reward"])
             self._quotes["reward_last"] = logs["reward"]
         accuracy: Any = logs.get(_ACCURACY)
+        before, after = (f"accuracy_{when}/{logs.get(SET, '')}".removesuffix("/") for when in ("before", "after"))
         if is_number(accuracy):
-            self._quotes["accuracy_after" if "accuracy_before" in self._quotes else "accuracy_before"] = accuracy
+            self._quotes[after if before in self._quotes else before] = accuracy
 
     def _eta(self, step: int) -> str:
         if self._first_step is None:
@@ -182,8 +183,10 @@ def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
     return {k: (float(v) if math.isfinite(v) else None) if isinstance(v, float) else v for k, v in logs.items()}
 
 
-def _is_training_step(logs: Mapping[str, Any]) -> bool:
-    return "loss" in logs and is_number(logs.get("reward"))
+def _evaluated_set(logs: Mapping[str, Any]) -> dict[str, str]:
+    """`SET`, where TRL has evaluated one of several datasets: transformers names the first of its times by it."""
+    prefix = next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), "eval")
+    return {SET: prefix.removeprefix("eval_")} if "eval_reward" in logs and prefix != "eval" else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +213,7 @@ def last_steps(path: Path, now: float, since: float) -> list[dict[str, Any]]:
     lines: list[str] = []
     with suppress(BadFileError):
         lines += LineReader(path, position).new_lines()
-    for line in reversed(lines):
-        if (entry := _parse(line)) is None:  # the first one may be half a line
-            continue
+    for entry in filter(None, map(_parse, reversed(lines))):  # the first one may be half a line
         when = entry["monotonic_s"]
         if when < since or when > now + WINDOW_S or (when < now - WINDOW_S and len(found) >= 2):
             break

@@ -66,8 +66,7 @@ def _distributed(run: Run) -> Progress:
 
 
 def _plain(run: Run) -> Progress:
-    found = read_progress(run.run_dir)
-    if found is None:
+    if (found := read_progress(run.run_dir)) is None:
         return Progress(state="loading")
     recent = entries.read(RunDir(run.run_dir).metrics, at_most=TAIL_BYTES)
     return Progress(
@@ -148,7 +147,8 @@ def curves(run: Run) -> Curves:
                 rewards[step] = entry["reward"]
         elif is_number(entry.get("eval_reward")):  # TRL's own
             sampling = "as in training"
-            evaluations[step] = {"reward_mean": entry["eval_reward"]}
+            figure = f"{entry[entries.SET]}/reward_mean" if entries.SET in entry else "reward_mean"
+            evaluations.setdefault(step, {})[figure] = entry["eval_reward"]
     by_problem: dict[int, Mapping[str, Sequence[float]]] = {}
     of_workers = report.read(RunDir(run.run_dir).evaluations)
     for one in of_workers:

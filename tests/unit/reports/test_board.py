@@ -77,11 +77,14 @@ def test_the_groups_of_curves_come_in_the_order_in_which_they_are_asked_for(tmp_
     """TensorBoard sorts them by name."""
     run = three_steps(tmp_path)
     run.log(3, eval_success_rate=0.5, eval_version=2)  # training has gone on meanwhile
+    for name, reward in (("math", 0.25), ("code", 0.75)):  # as TRL evaluates a dictionary of datasets
+        run.log(3, eval_set=name, eval_reward=reward)
     with Board(run.root) as board:
         board.update()
     order = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags(run)) if "/" in tag and tag[0] != "_"))
     assert order[:4] == ["1_rewards", "2_staleness", "3_throughput", "4_evaluation"]
     assert series(run, "4_evaluation/success_rate") == [(2, 0.5)]
+    assert [series(run, f"4_evaluation/{name}/reward") for name in ("math", "code")] == [[(3, 0.25)], [(3, 0.75)]]
     assert "4_evaluation/version" not in tags(run)
 
 

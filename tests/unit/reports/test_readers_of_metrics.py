@@ -67,10 +67,13 @@ def from_panel(run: ArchivedRun) -> dict[int, float]:
 
 
 def from_curves(run: ArchivedRun, tmp_path: Path) -> dict[int, float]:
+    for name, reward in (("math", 0.25), ("code", 0.75)):  # as TRL evaluates a dictionary of datasets
+        run.log(3, eval_set=name, eval_reward=reward)
     sweep = Sweep(setup="s.py", seeds=(1,), name="mine", output_base=str(tmp_path / "outputs"))
     one = Run(sweep, 0, 1)
     one.output.mkdir(parents=True)
     run.root.rename(one.run_dir)
+    assert curves(one).evaluations == {3: {"math/reward_mean": 0.25, "code/reward_mean": 0.75}}
     return dict(curves(one).reward)
 
 

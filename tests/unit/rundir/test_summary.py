@@ -138,7 +138,11 @@ def test_evaluations_have_the_name_of_their_figure_and_how_they_were_sampled(
     assert "accuracy" not in text and "success" not in text
     text = shown(run, capsys, evaluated="success_rate", **evaluated)
     assert re.search(r"evaluations: success rate +│ 0.100 → 0.700 ", text) and "accuracy" not in text
-    assert "TRL's own evaluations: accuracy" in shown(run, capsys)
+    of_set = {"accuracy_before/math": 0.1, "accuracy_after/math": 0.2}
+    text = shown(run, capsys, **of_set)
+    assert re.search(r"TRL's own evaluations: accuracy +│ 0.300 → 0.970 ", text)
+    assert re.search(r"TRL's own evaluations: accuracy of math +│ 0.100 → 0.200 ", text)
+    assert "cannot be shown" in shown(run, capsys, **{**of_set, "accuracy_before/math": "0.1"})
 
 
 def test_a_run_that_was_stopped_before_training_began(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,11 +150,13 @@ def test_a_worker_sums_up_what_it_did() -> None:
 def test_each_call_of_log_is_one_line_of_json_at_once(tmp_path: Path, clock: Clock) -> None:
     log = RunLog(tmp_path / "metrics.jsonl")
     log.logged(1, step_logs(0.25, note=Path("x")))
-    log.logged(1, {"eval_reward": 0.5})
+    log.logged(1, {"eval_runtime": 2.5, "eval_tool_runtime": 2.0, "eval_reward": 0.5})
+    log.logged(1, {"eval_math_runtime": 2.5, "eval_reward": 0.5})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
         {"step": 1, "monotonic_s": 100.0, "loss": 0.1, "reward": 0.25, "note": "x"},
-        {"step": 1, "monotonic_s": 100.0, "eval_reward": 0.5},
+        {"step": 1, "monotonic_s": 100.0, "eval_runtime": 2.5, "eval_tool_runtime": 2.0, "eval_reward": 0.5},
+        {"step": 1, "monotonic_s": 100.0, "eval_set": "math", "eval_math_runtime": 2.5, "eval_reward": 0.5},
     ]
     log.close()
 
@@ -183,6 +185,8 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
         ),
     )
     log.logged(3, {"eval_reward": 0.5}, "temperature 1, top_p 0.9")
+    log.logged(3, {"eval_math_runtime": 2.5, "eval_reward": 0.5})
+    log.logged(3, {"eval_reward": None})  # no function gave a number
     log.logged(10, {"train_runtime": 12.0})  # the trainer's closing totals are no step
     assert messages == [
         LEGEND,
@@ -190,6 +194,7 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
         "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  loss +0.1  KL 0.012  lr 2.5e-06  "
         "grad norm 0.46  queue 3/2/0  trainer waits 31%  workers busy 100%",
         "TRL's own evaluation at step 3: mean reward 0.500, sampled with temperature 1, top_p 0.9",
+        "TRL's own evaluation of math at step 3: mean reward 0.500",
     ]
     log.close()
 
@@ -277,19 +282,23 @@ def test_a_resumed_run_remembers_what_was_before_and_goes_on_in_the_same_file(tm
     path = tmp_path / "metrics.jsonl"
     first = RunLog(path)
     first.logged(0, {"eval_rewards/accuracy/mean": 0.2})
+    first.logged(0, {"eval_math_runtime": 2.5, "eval_reward": 0.4, "eval_rewards/accuracy/mean": 0.4})
     first.logged(1, step_logs(0.1))
     first.close()
     second = RunLog(path)
     second.logged(2, step_logs(0.7))
     second.logged(2, {"eval_rewards/accuracy/mean": 0.8})
+    second.logged(2, {"eval_math_runtime": 2.5, "eval_reward": 0.9, "eval_rewards/accuracy/mean": 0.9})
     assert second.quotes() == {
         "reward_first": 0.1,
         "reward_last": 0.7,
         "accuracy_before": 0.2,
         "accuracy_after": 0.8,
+        "accuracy_before/math": 0.4,
+        "accuracy_after/math": 0.9,
     }
     second.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 2]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 0, 1, 2, 2, 2]
 
 
 def test_a_line_that_a_crash_cut_off_does_not_prevent_resuming(tmp_path: Path) -> None:
