@@ -82,6 +82,7 @@ ADAPTERS: dict[str, LoraConfig] = {
     "DoRA": lora(use_dora=True),
     "whole modules beside the adapter": lora(modules_to_save=["norm"]),
     "a trained copy of the tied head": lora(modules_to_save=["lm_head"]),
+    "trained tokens of the tied head": lora(trainable_token_indices=[1, 2]),
     "the tied embedding": lora(target_modules=["q_proj", "embed_tokens"]),
     "the base's biases": lora(bias="all"),
     "all linear layers": lora(target_modules="all-linear"),

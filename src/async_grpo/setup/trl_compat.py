@@ -1,4 +1,4 @@
-"""Train with TRL 1.15 on a CPU, and what both sides of a run ask about a trainer's model.
+"""Train with TRL 1.15 on a CPU, or tokens of a tied head, and what both sides of a run ask about a trainer's model.
 
 TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
 machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, with
@@ -45,16 +45,17 @@ def _take_best_model(trainer: Any) -> None:
         trainer._load_best_model()
 
 
-def repair_trl() -> bool:
-    """Put `TorchLogProbs` in place where this TRL needs it; returns whether it did. Harmless to call twice."""
+def repair_trl() -> None:
+    """Put in place `TorchLogProbs`, where this TRL needs it, and the bias of a tied head. Harmless to call twice."""
     import trl
     from packaging.version import Version
+    from peft.utils.other import TrainableTokensWrapper
     from trl.trainer import utils
 
-    if torch.cuda.is_available() or Version(trl.__version__) >= Version(FIXED_IN):
-        return False
-    utils._ChunkedLogProbFunction = TorchLogProbs
-    return True
+    # `trainable_token_indices` wraps a head that is tied, and TRL's loss reads the head's bias, which PEFT hides.
+    TrainableTokensWrapper.bias = property(lambda head: head.original_module.bias)
+    if not torch.cuda.is_available() and Version(trl.__version__) < Version(FIXED_IN):
+        utils._ChunkedLogProbFunction = TorchLogProbs
 
 
 @contextmanager
