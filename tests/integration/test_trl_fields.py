@@ -20,9 +20,10 @@ from in_process import (
 )
 from peft import LoraConfig
 from test_trl_tools import TOOL_CALL, multiply, says_twelve
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
 
+from async_grpo.setup.setup_file import _failed
 from async_grpo.training.corrections.checks import describe_noise
 
 pytestmark = pytest.mark.integration
@@ -143,3 +144,21 @@ def test_noise_in_embeddings_that_workers_do_not_have_is_told(tmp_path: Path) ->
     said = describe_noise(build_trainer(tmp_path, neftune_noise_alpha=5.0))
     assert "noise in its embeddings (neftune_noise_alpha=5.0) and workers sample without it" in said
     assert "neftune_noise_alpha=None in the GRPOConfig" in said
+
+
+MADE = build_model(build_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"beta": 0.1}, "the reference model of beta > 0. Set beta=0"),
+        ({"trainer_class": lambda **given: GRPOTrainer(**{**given, "processing_class": None})}, "the tokenizer. Pass"),
+        ({"reward_funcs": AutoModelForSequenceClassification.from_config(MADE.config)}, "the tokenizer of a reward"),
+    ],
+)
+def test_what_trl_loads_by_the_name_of_a_model_that_has_none(changes: Any, what: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError) as failure:
+        build_trainer(tmp_path, model=MADE, **changes)
+    said = _failed("", failure.value, Path(__file__))
+    assert said.startswith("A model that was made in code has no name (") and f"and TRL loads by it {what}" in said

@@ -11,9 +11,7 @@ def check_needs(trainer: Any) -> None:
     Both raise what the first call would raise.
     """
     for function in trainer.reward_funcs:
-        require = getattr(function, "require", None)
-        if callable(require):
+        if callable(require := getattr(function, "require", None)):
             require()
-        require_for = getattr(function, "require_for", None)
-        if callable(require_for):
+        if callable(require_for := getattr(function, "require_for", None)):
             require_for(trainer.train_dataset, trainer.eval_dataset)

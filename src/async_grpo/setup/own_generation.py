@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
@@ -42,11 +41,9 @@ def check_generation(trainer: GRPOTrainer, generator: str) -> None:
             )
 
 
-def _replaced_in(model: Any, names: tuple[str, ...]) -> Iterator[str]:
+def _replaced_in(model: Any, names: tuple[str, ...]) -> list[str]:
     base = model.get_base_model() if is_adapter(model) else model
-    for name in names:
-        if not of_libraries(getattr(base, name, None)):
-            yield name
+    return [name for name in names if not of_libraries(getattr(base, name, None))]
 
 
 def _set_later(trainer: Any) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.errors import UnsupportedError
@@ -244,12 +243,6 @@ def _check_truncation(sampling: Sampling, generator: str) -> None:
             "computed over the same, but vLLM says which they are only with top_k > 0. Set top_k in the GRPOConfig as "
             "well: 512 rarely leaves out what top_p keeps. Or take --generator hf, whose log-probabilities are of the "
             "full softmax as the loss's, or --correction trl or none."
-        )
-    if find_spec("zstandard") is None:
-        raise UnsupportedError(
-            f"{found}: vLLM names the tokens that it kept, and groups have them compressed with the package "
-            "zstandard, which is not installed here. pip install zstandard, or take --generator hf, which needs no "
-            "such tokens, or --correction trl or none."
         )
 
 

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parent)
 _CHARACTERS = 300  # of the reason why a model cannot be loaded; the log has all
 MODULE_NAME = "async_grpo_setup_file"
+_BY_NAME = {
+    "self.ref_model": "the reference model of beta > 0. Set beta=0, or save the model with save_pretrained and load it "
+    "from that folder, or train an adapter (peft_config), without which it is its own reference.",
+    "processing_class": "the tokenizer. Pass it as processing_class.",
+    "reward_processing_class": "the tokenizer of a reward model. Pass it in reward_processing_classes.",
+}
+"""What TRL loads by the name of a model, by the variable that it is for, and how to do without."""
 
 
 def check_setup_file(path: Path) -> None:
@@ -240,10 +247,14 @@ def _failed(what: str, error: Exception, path: Path) -> str:
 def _cannot_be_loaded(name: str, error: OSError, path: Path) -> str:
     """The sentence about a model or tokenizer, in place of twenty frames of transformers, which go to stderr."""
     traceback.print_exception(error, file=sys.stderr)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     place = f"line {lines[-1]} of {path}" if lines else str(path)
+    wanted = [_BY_NAME[it] for frame in frames if (it := (frame.line or "").partition(" = ")[0]) in _BY_NAME]
+    if not name and wanted:
+        return f"A model that was made in code has no name ({place}), and TRL loads by it {wanted[0]}"
     return (
-        f"{name} cannot be loaded ({place}): {' '.join(str(error).split())[:_CHARACTERS]}\n"
+        f"{name or repr(name)} cannot be loaded ({place}): {' '.join(str(error).split())[:_CHARACTERS]}\n"
         "Give the name of a model of the hub, or a folder with its config.json. Without a network it must have been "
         "downloaded before; a private or gated one needs HF_TOKEN. The traceback is in the log."
     )

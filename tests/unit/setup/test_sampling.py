@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,14 +105,6 @@ def test_truncated_sampling_without_top_k_is_refused_with_vllm(changes: dict[str
         check_sampling(config, "bypass", VLLM)
     for correction in ("none", "trl"):
         check_sampling(config, correction, VLLM)
-
-
-def test_kept_tokens_need_what_compresses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)  # as if it were not installed
-    with pytest.raises(UnsupportedError, match=r"top_k=20: .*zstandard, which is not installed here\. pip install"):
-        check_sampling(trainer(top_k=20), "bypass", VLLM)
-    check_sampling(trainer(top_k=20), "bypass", HF)
-    check_sampling(trainer(top_k=20), "none", VLLM)
 
 
 @pytest.mark.parametrize("generator", [VLLM_SERVER, STARTED_SERVER])
