@@ -84,21 +84,19 @@ def test_a_planted_difference_is_found_and_named(case: str, tmp_path: Path) -> N
     assert (line["status"], cause in line["cause"]) == (status, True), line
 
 
-@pytest.mark.slow
-def test_a_method_of_trl_that_is_patched_is_refused_as_by_a_run(tmp_path: Path) -> None:
-    _, output = check(tmp_path, PLANTED, code=2, TEST_CASE="patched", TEST_EXTRA_PATH=str(HERE))
-    assert "cannot be trained as a run" in output and "_generate_single_turn" in output
+NOT_COMPARED = {
+    "patched": ("The file cannot be trained as a run", "_generate_single_turn"),
+    "short": ("The run at staleness 0 ended with exit code 1", "'short' returned 1 rewards, but 2 were expected"),
+}
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_be_trained_as_a_run_is_exit_2_with_its_sentence(tmp_path: Path) -> None:
-    setup = tmp_path / "mine.py"
-    setup.write_text(
-        "from transformers import AutoModelForCausalLM\n\n\n"
-        "def get_trainer():\n    return AutoModelForCausalLM.from_pretrained('some/model')\n"
-    )
-    _, output = check(tmp_path, setup, "--tiny", code=2)
-    assert "from_pretrained itself" in output
+@pytest.mark.parametrize("case", NOT_COMPARED)
+def test_a_run_that_fails_is_exit_2_with_its_sentence(case: str, tmp_path: Path) -> None:
+    what, why = NOT_COMPARED[case]
+    check(tmp_path, PLANTED, code=2, TEST_CASE=case, TEST_EXTRA_PATH=str(HERE))
+    error = json.loads((tmp_path / "lines.json").read_text())["error"]
+    assert error.startswith(f"{what}, so there is nothing to compare. ") and why in error
 
 
 # --- The small model of --tiny ------------------------------------------------------------------------------

@@ -12,14 +12,7 @@ import psutil
 import pytest
 import torch
 from in_process import InProcessRun, build_model, build_tokenizer, build_trainer
-from peft import (
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from runs import SETUP, command, finish
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

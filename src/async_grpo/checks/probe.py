@@ -60,7 +60,7 @@ def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: Mapping
             finally:
                 _end_family(child)
         if not in_time or child.returncode != 0:
-            how = _how_it_ended(child.returncode) if in_time else f"did not answer in {timeout_s:g} s"
+            how = how_it_ended(child.returncode) if in_time else f"did not answer in {timeout_s:g} s"
             raise ChildFailed(how, said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
         return json.loads(answer.read_text())
 
@@ -91,6 +91,6 @@ def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
     hint = " (the system kills what takes more memory than there is)" if code == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Note, Notes, noted, notes_of
 from async_grpo.checks.differential.user_code import Noting, around, held_state, items_of, note_rewards_and_tools
+from async_grpo.cli import main
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup import setup_file
 
@@ -474,6 +477,25 @@ def test_equal_values_have_equal_digests_in_every_process(one: Any, other: Any) 
 def test_the_cost_of_rewards_is_said_by_side() -> None:
     said = expected_calls(FACTS)
     assert "score 8 completions in a run (4 calls) and the same 8 in plain TRL (2 calls)" in said
+
+
+@pytest.mark.parametrize(
+    ("module", "side"), [("async_grpo.cli", "The run at staleness 0"), (plain.__name__, "Plain TRL")]
+)
+def test_a_side_that_fails_is_exit_2_with_its_last_sentence(
+    module: str, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, file, written = (tmp_path / name for name in ("python", "mine.py", "lines.json"))
+    facts = json.dumps(dataclasses.asdict(FACTS))
+    fails = f"[ $2 = {module} ] && echo 'ValueError: one short' && exit 3"
+    python.write_text(f"#!/bin/sh\n{fails}\necho '{facts}' > ${{4%/*}}/facts.json\n")
+    python.chmod(0o700)
+    file.write_text("def get_trainer(): ...\n")
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert main(["check", str(file), "--tiny", "--json", str(written)]) == 2
+    said = f"{side} ended with exit code 3, so there is nothing to compare. ValueError: one short"
+    assert json.loads(written.read_text()) == {"ok": False, "error": said, "lines": []}
+    assert f"error: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["import unsloth", "from unsloth import FastLanguageModel"])

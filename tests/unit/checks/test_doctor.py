@@ -196,12 +196,7 @@ def test_engines_are_optional_but_of_the_tested_version(monkeypatch: pytest.Monk
 H100 = Gpu(name="H100", total=80 * GB, free=79 * GB, capability="9.0", supported=True, why_no_ipc=None)
 DRIVER = DriverReport(version="580.65.06", cuda=13000, visible=2)
 FACTS = GpuFacts(
-    torch="2.13.0+cu128",
-    torch_cuda="12.8",
-    usable=True,
-    cupy="14.2.0",
-    cupy_cuda=12080,
-    gpus=[H100, H100],
+    torch="2.13.0+cu128", torch_cuda="12.8", usable=True, cupy="14.2.0", cupy_cuda=12080, gpus=[H100, H100]
 )
 
 
@@ -286,12 +281,7 @@ MEASURED = {"memory": "cuda", "read_gbps": 1500.0, "equal": True}
 
 
 @pytest.mark.parametrize(
-    ("changes", "level"),
-    [
-        ({}, Level.OK),
-        ({"equal": False}, Level.ERROR),
-        ({"memory": "posix"}, Level.WARNING),
-    ],
+    ("changes", "level"), [({}, Level.OK), ({"equal": False}, Level.ERROR), ({"memory": "posix"}, Level.WARNING)]
 )
 def test_what_a_round_trip_means(changes: dict[str, Any], level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_measure", lambda writer, reader, way: {**MEASURED, **changes})
@@ -442,8 +432,7 @@ def test_the_first_lines_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "code"),
-    [([ok("a", "b")], 0), ([warning("a", "b", "c")], 0), ([ok("a", "b"), error("a", "b", "c")], 1)],
+    ("found", "code"), [([ok("a", "b")], 0), ([warning("a", "b", "c")], 0), ([ok("a", "b"), error("a", "b", "c")], 1)]
 )
 def test_only_errors_fail_the_command(
     found: list[Finding], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

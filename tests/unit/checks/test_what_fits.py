@@ -15,9 +15,7 @@ from async_grpo.checks.doctor import setup
 from async_grpo.checks.doctor.finding import Level
 from async_grpo.checks.plan import dry_run
 from async_grpo.checks.plan.facts import Look, Parameters, Shape, TrainerFacts
-from async_grpo.checks.plan.memory import (
-    _with_lora as with_lora,
-)
+from async_grpo.checks.plan.memory import _with_lora as with_lora
 from async_grpo.checks.plan.memory import (
     activation_bytes,
     best_change,
@@ -36,14 +34,7 @@ from plans import planned
 GB = 10**9
 GIB = 2**30
 LLAMA_2_7B = Shape(
-    layers=32,
-    hidden=4096,
-    intermediate=11008,
-    heads=32,
-    kv_heads=32,
-    head_dim=128,
-    vocabulary=32000,
-    element_bytes=2,
+    layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocabulary=32000, element_bytes=2
 )
 QWEN_7B = replace(LLAMA_2_7B, layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, vocabulary=152064)
 LLAMA_31_8B = replace(LLAMA_2_7B, intermediate=14336, kv_heads=8, vocabulary=128256)
@@ -92,11 +83,7 @@ def test_the_kv_cache_and_the_engine_of_llama_31_8b_are_those_of_unsloth() -> No
 def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
     """1.5 billion parameters: 24 GB, of which copies of the weights in fp32 take 6, as here the weights themselves."""
     weights = Parameters(
-        count=1_500_000_000,
-        trained=1_500_000_000,
-        nbytes=6 * GB,
-        trained_bytes=6 * GB,
-        dtypes={"float32": 6 * GB},
+        count=1_500_000_000, trained=1_500_000_000, nbytes=6 * GB, trained_bytes=6 * GB, dtypes={"float32": 6 * GB}
     )
     of = facts(parameters=weights, slots=0)
     memory = estimate(of)

@@ -11,15 +11,7 @@ from async_grpo_ipc import copies
 from async_grpo_ipc.copies import CopyPlan, ThreadedCopy, allow_merging_over_padding
 from async_grpo_ipc.layout import ALIGNMENT, contiguous_stride, is_dense, plan_layout, storable_stride, views
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.int8,
-    torch.float8_e4m3fn,
-    torch.bool,
-    torch.complex128,
-]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.complex128]
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
 

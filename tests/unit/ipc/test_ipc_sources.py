@@ -7,13 +7,7 @@ import torch
 from test_ipc_share import same, step
 from torch import nn
 
-from async_grpo_ipc import (
-    Blueprint,
-    MismatchError,
-    WeightExporter,
-    flatten_parameters,
-    open_remote_memory,
-)
+from async_grpo_ipc import Blueprint, MismatchError, WeightExporter, flatten_parameters, open_remote_memory
 
 
 def test_lora_publishes_the_frozen_base_once(handle, trainer, tiny):
@@ -44,10 +38,7 @@ def test_skipped_frozen_parameters_are_the_readers_own(handle, trainer, tiny):
     trainer.embed.weight.requires_grad_(False)
     model = tiny(2)
     own = model.embed.weight.clone()
-    with (
-        WeightExporter.from_model(trainer, handle, frozen="skip") as exporter,
-        open_remote_memory(handle) as remote,
-    ):
+    with WeightExporter.from_model(trainer, handle, frozen="skip") as exporter, open_remote_memory(handle) as remote:
         exporter.publish(1)
         remote.alias(model)
         assert torch.equal(model.embed.weight, own)
@@ -108,10 +99,7 @@ def test_flattened_models_publish_and_pull_the_same(handle, trainer, tiny, flatt
         flatten_parameters(trainer)
     if flatten_worker:
         flatten_parameters(model)
-    with (
-        WeightExporter.from_model(trainer, handle, buffers=True) as exporter,
-        open_remote_memory(handle) as remote,
-    ):
+    with WeightExporter.from_model(trainer, handle, buffers=True) as exporter, open_remote_memory(handle) as remote:
         for version in (1, 2):
             trainer.body(torch.ones(1, 8)).sum().backward()
             optimizer.step()

@@ -11,12 +11,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.setup.generator_choice import (
-    VLLM_SERVER,
-    check_generator_options,
-    choose_generator,
-    wants_vllm,
-)
+from async_grpo.setup.generator_choice import VLLM_SERVER, check_generator_options, choose_generator, wants_vllm
 
 
 @pytest.fixture
@@ -31,10 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def trainer(wish: bool = False, mode: str = "colocate", train_dataset: Any = None) -> Any:
     return SimpleNamespace(
-        async_grpo_wants_vllm=wish,
-        args=SimpleNamespace(vllm_mode=mode),
-        model=None,
-        train_dataset=train_dataset,
+        async_grpo_wants_vllm=wish, args=SimpleNamespace(vllm_mode=mode), model=None, train_dataset=train_dataset
     )
 
 

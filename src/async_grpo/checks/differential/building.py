@@ -13,7 +13,7 @@ from async_grpo.rundir.files import write_json
 from async_grpo.setup.sampling import refuse_guided
 
 STEPS = 2
-SETUP_FILE, FACTS, OUTPUT, RUN = "setup_of_check.py", "facts.json", "output", "run"  # in the scratch folder
+FACTS, OUTPUT, RUN = "facts.json", "output", "run"  # in the scratch folder
 _CONFIG = {
     "report_to": "none",
     "push_to_hub": "False",
@@ -53,12 +53,14 @@ class Facts:
     dropout: str  # a sentence; empty without
 
 
-def setup_file(options: CheckOptions) -> str:
-    """The text of the generated file."""
-    return (
+def setup_file(options: CheckOptions) -> Path:
+    """Write the generated file."""
+    path = Path(options.scratch) / "setup_of_check.py"
+    path.write_text(
         "from async_grpo.checks.differential.building import CheckOptions, run_trainer\n\n\n"
         f"def get_trainer():\n    return run_trainer(CheckOptions(**{asdict(options)!r}))\n"
     )
+    return path
 
 
 def run_trainer(options: CheckOptions) -> Any:

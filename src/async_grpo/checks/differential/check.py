@@ -15,19 +15,12 @@ from pathlib import Path
 
 from async_grpo.checks import probe
 from async_grpo.checks.differential import called, scored
-from async_grpo.checks.differential.building import (
-    FACTS,
-    OUTPUT,
-    RUN,
-    SETUP_FILE,
-    STEPS,
-    CheckOptions,
-    Facts,
-    setup_file,
-)
-from async_grpo.checks.differential.lines import Line, differs
+from async_grpo.checks.differential.building import FACTS, OUTPUT, RUN, STEPS, CheckOptions, Facts, setup_file
+from async_grpo.checks.differential.lines import Line
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
-from async_grpo.errors import AsyncGRPOError, RunFailedError, UnsupportedError, UsageError
+from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.launch.child_log import last_line
+from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.process import path_to_us
 from async_grpo.setup.setup_file import check_setup_file
 
@@ -35,7 +28,7 @@ DEADLINE_S = 3600.0  # of either training
 _GRACE_S = 20.0
 _POLL_S = 0.1
 _LAST_LINES = 12
-_ERROR = "error: "
+_NOTHING = "so there is nothing to compare."
 
 
 def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
@@ -45,19 +38,16 @@ def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
         say: takes sentences about how far it is.
 
     Raises:
-        AsyncGRPOError: the file cannot be checked, or cannot be trained as a run.
+        AsyncGRPOError: the file cannot be checked, or one of the trainings has failed.
     """
     refuse_unsloth(Path(options.config))
     with tempfile.TemporaryDirectory(prefix="async-grpo-check-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
         options = replace(options, scratch=folder)
-        (scratch / SETUP_FILE).write_text(setup_file(options))
         _train_a_run(options, scratch, say)
         facts = Facts(**json.loads((scratch / FACTS).read_text()))
         say("plain TRL trains on the same completions")
-        if failure := _train_in_plain_trl(options):
-            yield differs("plain TRL", f"failed where the run did not: {failure}")
-            return
+        _train_in_plain_trl(options, say)
         yield from compared(scratch, facts)
 
 
@@ -101,7 +91,7 @@ def refuse_unsloth(config: Path) -> None:
 def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None]) -> None:
     """The ordinary command, with one worker at staleness 0. Says what the rewards will cost before any is called."""
     command = [
-        *(sys.executable, "-m", "async_grpo.cli", "train", str(scratch / SETUP_FILE), "--run-dir", str(scratch / RUN)),
+        *(sys.executable, "-m", "async_grpo.cli", "train", str(setup_file(options)), "--run-dir", str(scratch / RUN)),
         *("--master-device-id", options.device, "--worker-device-ids", options.device, "--generator", "hf"),
         *("--max-staleness", "0", "--deterministic", "--eval-every", "0"),
         *("--steps", str(STEPS), "--seed", str(options.seed)),
@@ -122,8 +112,14 @@ def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None
         code = process.returncode
     finally:
         _end(process)
+    words = said.read_text(errors="replace")
+    if code == UsageError.exit_code:
+        why = f"\n{words}".rpartition("\nerror: ")[2].strip()
+        raise UnsupportedError(f"The file cannot be trained as a run, {_NOTHING} {why}")
     if code != 0:
-        raise _failed(code, said.read_text(errors="replace").splitlines())
+        how = f"did not end in {DEADLINE_S:.0f} s" if code is None else probe.how_it_ended(code)
+        state = RunDir(scratch / RUN).read_state()
+        raise _failed(f"The run at staleness 0 {how}", words.splitlines(), say, "" if state is None else state.why)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -136,14 +132,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _failed(code: int | None, said: Sequence[str]) -> AsyncGRPOError:
-    if code == UsageError.exit_code:
-        begins = max((place for place, line in enumerate(said) if line.startswith(_ERROR)), default=0)
-        words = "\n".join(said[begins:]).removeprefix(_ERROR)
-        return UnsupportedError(f"The file cannot be trained as a run, so there is nothing to compare. {words}")
-    how = f"did not end in {DEADLINE_S:.0f} s" if code is None else f"ended with exit code {code}"
+def _failed(what: str, said: Sequence[str], say: Callable[[str], None], why: str = "") -> UnsupportedError:
+    """Say the last lines of a process; the error has the reason, which is the last of them where no other is known."""
     words = "\n".join(said[-_LAST_LINES:])
-    return RunFailedError(f"The run at staleness 0 {how}. Its last words:\n{words}")
+    say(words)
+    return UnsupportedError(f"{what}, {_NOTHING} {why or last_line(words)}")
 
 
 def expected_calls(facts: Facts) -> str:
@@ -156,11 +149,10 @@ def expected_calls(facts: Facts) -> str:
     )
 
 
-def _train_in_plain_trl(options: CheckOptions) -> str:
-    """Train in a process of its own; returns how that failed, empty where it did not."""
+def _train_in_plain_trl(options: CheckOptions, say: Callable[[str], None]) -> None:
+    """Train in a process of its own."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
         probe.ask("async_grpo.checks.differential.plain", asdict(options), timeout_s=DEADLINE_S, env=env)
     except probe.ChildFailed as failure:
-        return f"it {failure.how}: {' / '.join(failure.said[-_LAST_LINES:])}"
-    return ""
+        raise _failed(f"Plain TRL {failure.how}", failure.said, say) from failure

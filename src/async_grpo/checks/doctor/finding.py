@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from async_grpo.formatting import counted, printable
 
@@ -33,18 +34,7 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def ok(subject: str, found: str) -> Finding:
-    return Finding(Level.OK, subject, found)
-
-
-def warning(subject: str, found: str, fix: str) -> Finding:
-    return Finding(Level.WARNING, subject, found, fix)
-
-
-def error(subject: str, found: str, fix: str) -> Finding:
-    return Finding(Level.ERROR, subject, found, fix)
-
-
+ok, warning, error = (partial(Finding, level) for level in Level)
 _COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "1;31"}
 _LEAST_WIDTH, _MOST_WIDTH = 60, 140
 

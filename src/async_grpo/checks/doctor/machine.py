@@ -52,11 +52,8 @@ def room(run_dir: Path) -> Iterator[Finding]:
     else:
         yield ok("disk", found)
     if disk.f_files > 0 and disk.f_favail < FEW_FILES_LEFT:
-        yield warning(
-            "files on disk",
-            f"room for {disk.f_favail} more files; each used group is one",
-            f"Delete files there, or --keep-done {max(1, disk.f_favail // 4)}.",
-        )
+        found = f"room for {disk.f_favail} more files; each used group is one"
+        yield warning("files on disk", found, f"Delete files there, or --keep-done {max(1, disk.f_favail // 4)}.")
 
 
 def place(run_dir: Path) -> Iterator[Finding]:

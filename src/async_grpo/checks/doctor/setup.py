@@ -59,8 +59,7 @@ def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> 
         if look.batch is not None and misfit(look.batch):
             yield _misfit(look.batch)
         else:
-            fix = "The last lines of the message say what failed; fix the setup file."
-            yield error("get_trainer()", look.error, fix)
+            yield error("get_trainer()", look.error, "The last lines of the message say what failed; fix the file.")
         return
     yield _trainer(facts)
     if look.error:

@@ -136,11 +136,9 @@ def _layout(ranks: AccelerateConfig | None, trainer: GRPOTrainer) -> CheckpointL
 
     if ranks is None or ranks.kind not in (DEEPSPEED, FSDP):
         return sharding.layout_of(trainer)
-    return (
-        sharding.CheckpointLayout(sharding.FSDP)
-        if ranks.kind == FSDP
-        else sharding.CheckpointLayout(sharding.DEEPSPEED, ranks.processes)
-    )
+    if ranks.kind == FSDP:
+        return sharding.CheckpointLayout(sharding.FSDP)
+    return sharding.CheckpointLayout(sharding.DEEPSPEED, ranks.processes)
 
 
 def _refuse_first_fsdp(ranks: AccelerateConfig, trainer: GRPOTrainer) -> None:

@@ -212,10 +212,8 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
         starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
     if plan.launch.ray is not None:
-        yield (
-            "",
-            f"each other machine: {size(_on_a_node(facts))} of the host for a copy of the weights and 3 versions",
-        )
+        there = f"{size(_on_a_node(facts))} of the host"
+        yield "", f"each other machine: {there} for a copy of the weights and 3 versions"
     for device in sorted({device for device in workers if device != master or not sharing}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
     yield from size_rows(facts, on_gpu=master != CPU)

@@ -155,10 +155,8 @@ def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> L
         found = probe.ask(module, as_json(question), timeout_s=timeout_s, env=env)
     except probe.ChildFailed as failure:
         said = "\n".join(failure.said) or "(none)"
-        error = (
-            f"The process that called get_trainer() in {question.plan.config} {failure.how}. Its last words:\n{said}"
-        )
-        return Look(error=error, exit_code=2)
+        what = f"The process that called get_trainer() in {question.plan.config} {failure.how}"
+        return Look(error=f"{what}. Its last words:\n{said}", exit_code=2)
     return shaped(Look, found)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.errors import reason_of
 from async_grpo.setup.devices import CPU, choose_device
 
 EXAMPLES = """\
@@ -22,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         "check",
         "Train two steps of a setup file at staleness 0 with one worker, then the same two in plain TRL on the same "
         "completions, and compare all that the file's code was given and all that came out. Its rewards are called, "
-        "and may cost what they cost. Exit code 0: no difference; 1: a difference; 2: it cannot be checked.",
+        "and may cost what they cost. Exit code 0: no difference; 1: a difference; 2: it cannot be compared.",
         EXAMPLES,
     )
     parser.add_argument("config", type=Path, help="Python file with get_trainer()")
@@ -42,14 +43,19 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.checks.differential.lines import Status, printed, verdict
     from async_grpo.rundir.files import write_json
 
-    device = CPU if args.tiny else choose_device(None)
-    asked = CheckOptions(config=str(args.config.absolute()), device=device, seed=args.seed, tiny=args.tiny)
-    lines = []
-    for line in check(asked, say=lambda text: print(text, file=sys.stderr, flush=True)):
-        lines.append(line)
-        print(printed(line, colour=sys.stdout.isatty()), flush=True)
+    lines, differs, error = [], False, ""
+    try:
+        device = CPU if args.tiny else choose_device(None)
+        asked = CheckOptions(config=str(args.config.absolute()), device=device, seed=args.seed, tiny=args.tiny)
+        for line in check(asked, say=lambda text: print(text, file=sys.stderr, flush=True)):
+            lines.append(line)
+            differs |= line.status is Status.DIFFERS
+            print(printed(line, colour=sys.stdout.isatty()), flush=True)
+    except BaseException as failure:
+        error = reason_of(failure)
+        raise
+    finally:
+        if args.json is not None:
+            write_json(args.json, {"ok": not (differs or error), "error": error, "lines": [*map(asdict, lines)]})
     print(f"\n{verdict(lines)}")
-    differs = any(line.status is Status.DIFFERS for line in lines)
-    if args.json is not None:
-        write_json(args.json, {"ok": not differs, "lines": [asdict(line) for line in lines]})
     return int(differs)

@@ -12,18 +12,8 @@ from async_grpo.setup.generator_choice import HF, VLLM, check_generator_options
 IN_ONE_PROCESS = frozenset(
     (
         *("config", "trl_arguments", "device", "dry_run", "gpu_memory", "run_dir", "log_level"),
-        *(
-            "steps",
-            "seed",
-            "set",
-            "run_name",
-            "run_group",
-            "run_tags",
-            "eval_every",
-            "generator",
-            "server_devices",
-            "server_timeout",
-        ),
+        *("steps", "seed", "set", "run_name", "run_group", "run_tags", "eval_every"),
+        *("generator", "server_devices", "server_timeout"),
         *("delta_every", "full_every", "delta_keep", "delta_dir"),
     )
 )
