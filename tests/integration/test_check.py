@@ -68,8 +68,8 @@ PLANTED_CASES = {
     "batch": ("reward compares", "documented", "compares the completions of a call"),
     "generation_config": ("sampling", "differs", "in the server only"),
     "scoring": ("scores", "documented", "a batch in TRL, a group in a worker"),
-    "dropout": ("losses", "documented", "dropout (0.3)"),
     "twins": ("reward reward (2)", "differs", "It changes calls"),
+    "dropout": ("batches", "documented", "dropout draws from the numbers that TRL shuffles a batch by"),
     "collator": ("batches", "differs", "Random numbers were drawn in another order"),
 }
 

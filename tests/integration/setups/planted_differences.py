@@ -101,6 +101,7 @@ def get_trainer() -> GRPOTrainer:
         reward_funcs=REWARDS.get(CASE, letters),
         trainer_class=Halved if CASE == "scoring" else GRPOTrainer,
         arguments={"callbacks": [CALLBACKS[CASE]()]} if CASE in CALLBACKS else {},
+        num_iterations=2 if CASE == "dropout" else 1,
         save_strategy="steps",
     )
     if CASE == "collator":

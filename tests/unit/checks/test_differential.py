@@ -20,6 +20,7 @@ from async_grpo.checks.differential.building import CheckOptions, Facts, user_tr
 from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Note, Notes, noted, notes_of
+from async_grpo.checks.differential.recorder import recorded_class
 from async_grpo.checks.differential.user_code import Noting, around, held_state, items_of, note_rewards_and_tools
 from async_grpo.cli import main
 from async_grpo.errors import UnsupportedError
@@ -334,6 +335,35 @@ def test_what_dropout_changes_is_documented_but_not_the_batch(tmp_path: Path) ->
         Status.DOCUMENTED,
         Status.DIFFERS,
     )
+
+
+class Drawing:
+    """A trainer whose model draws a random number for each piece that is computed."""
+
+    state = SimpleNamespace(global_step=0)
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], pieces: int) -> torch.Tensor:
+        return self._get_per_token_logps_and_entropies(pieces)[0].sum()
+
+    def _get_per_token_logps_and_entropies(self, pieces: int) -> tuple[torch.Tensor, ...]:
+        return (torch.stack([torch.rand(2) for _ in range(pieces)]),)
+
+
+@pytest.mark.parametrize(("pieces", "status"), [(2, Status.EQUAL), (3, Status.DOCUMENTED)])
+def test_what_the_model_draws_shuffles_no_batch_and_is_documented(pieces: int, status: Status, tmp_path: Path) -> None:
+    shuffled = []
+    for role, count in ((SERVER, pieces), (PLAIN, 2)):
+        torch.manual_seed(0)
+        trainer = recorded_class(Drawing, Notes(tmp_path, role))()
+        for _ in range(2):
+            trainer._get_per_token_logps_and_entropies(count)
+            shuffled.append(torch.randperm(9).tolist())
+            trainer.compute_loss(SimpleNamespace(training=True), {"completion_ids": torch.ones(1, 2)}, count)
+    assert shuffled[:2] == shuffled[2:]
+    losses = [[note["numbers"] for note in notes_of(tmp_path, role)] for role in (SERVER, PLAIN)]
+    assert len({note["loss"] for note in losses[1]}) == 2, "other numbers in each pass"
+    batches = next(iter(trained.trained_lines(tmp_path, FACTS, notes_of(tmp_path, SERVER), notes_of(tmp_path, PLAIN))))
+    assert (batches.status, "dropout draws" in batches.cause) == (status, status is Status.DOCUMENTED)
 
 
 def dealt(folder: Path, role: str, rows: list[int], **changes: Any) -> None:

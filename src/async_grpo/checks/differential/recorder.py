@@ -5,7 +5,8 @@ Every private name of TRL's trainer that is recorded is in `HOOKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,18 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.detach().double()))
 
 
+@contextmanager
+def _drawn_apart(own: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, a CPU's random numbers go on from the state `own`: drawn from torch's, they would change a shuffle."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.set_rng_state(own.pop())
+        yield
+        own.append(torch.random.get_rng_state())
+
+
 def recorded_class(kind: type, notes: Notes) -> type:
     """The trainer's class, which also notes each batch with the log-probabilities and the loss of it."""
+    own = [torch.Generator().manual_seed(0).get_state()]
 
     @adapter
     class Recorded(kind):
@@ -111,16 +122,19 @@ def recorded_class(kind: type, notes: Notes) -> type:
             if not model.training:
                 return super().compute_loss(model, inputs, *args, **kwargs)
             batch = {name: it.detach().cpu().clone() for name, it in inputs.items() if isinstance(it, torch.Tensor)}
-            self._logprobs = None
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            self._logprobs, drawn = None, noted(own)[0]
+            with _drawn_apart(own):
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
             if self._logprobs is not None:
                 batch["logprobs"] = self._logprobs
             notes.add_batch(batch)
-            notes.add("loss", step=int(self.state.global_step) + 1, numbers={"loss": float(loss.detach())})
+            numbers = {"loss": float(loss.detach())}
+            notes.add("loss", step=int(self.state.global_step) + 1, numbers=numbers, drawn=drawn)
             return loss
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            with _drawn_apart(own) if own else nullcontext():  # not again within a loss
+                result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             self._logprobs = result[0].detach()
             return result
 

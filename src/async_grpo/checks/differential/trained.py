@@ -24,6 +24,11 @@ _NOT_COMPARED = ("async/", "timing_s/", "perf/")  # ours, and speeds of a critic
 _SAMPLER_BOUND, _SAMPLER_BOUND_HALF = 0.02, 0.5  # nats a token, on average
 _TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
 _TOKENS = ("completion_mask", "tool_mask")
+_SHUFFLED = (
+    "On a CPU, dropout draws from the numbers that TRL shuffles a batch by, and a run draws others for it: rows are "
+    "computed in other pieces, and old log-probabilities are not, where the sampler's take their place. So the order "
+    "is not that of TRL. Here dropout had numbers of its own, so that the rest could be compared."
+)
 Batch = Mapping[str, Any]
 Step = Mapping[str, float]
 
@@ -36,7 +41,10 @@ def trained_lines(scratch: Path, facts: Facts, server: Sequence[Note], plain: Se
     is_whole = facts.precision == "float32"
     tolerance = _TOLERANCE if is_whole else _TOLERANCE_HALF
     shuffling = {note["of"] for note in plain if note["kind"] == "scored" and "torch" in note.get("moved", ())}
-    yield _batches(ours, theirs, sorted(shuffling))
+    batches = _batches(ours, theirs, sorted(shuffling))
+    drawn = [[note.get("drawn") for note in of if note["kind"] == "loss"] for of in (server, plain)]
+    is_shuffled = batches.status is Status.EQUAL and drawn[0] != drawn[1]
+    yield documented(batches.subject, batches.found, _SHUFFLED) if is_shuffled else batches
     numbers = [
         _sampler(ours, _SAMPLER_BOUND if is_whole else _SAMPLER_BOUND_HALF),
         _logprobs(ours, theirs, tolerance),
