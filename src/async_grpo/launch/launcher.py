@@ -94,9 +94,8 @@ class _Launch:
         if asked_to_stop.requested:
             self._supervisor.stop()
         devices, launch = self._plan.worker_devices, self._plan.launch
-        here = (
-            f"{counted(len(devices), 'worker')} on {', '.join(dict.fromkeys(devices))}" if devices else "no worker here"
-        )
+        names = ", ".join(dict.fromkeys(devices))
+        here = f"{counted(len(devices), 'worker')} on {names}" if devices else "no worker here"
         others = f", {launch.nodes - 1 if launch.nodes else 'all'} other nodes on Ray" if launch.ray else ""
         self._screen.say(
             f"run {self._run.root}: server on {self._plan.master_device}, {here}{others}; logs in the same directory"
@@ -199,6 +198,7 @@ class _Launch:
         why = exit_reason(server.code)
         if server.code == -signal.SIGKILL:
             why += f", {self._memory.verdict()}"
+        if server.code < 0:
             self._note_why(f"the parameter server was {why}")
         said = f"the parameter server failed ({why}). Its last words:"
         with suppress(BadFileError):

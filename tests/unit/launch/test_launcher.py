@@ -111,8 +111,9 @@ def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
     assert "to continue the run" not in captured.out, "there is no checkpoint"
 
 
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
+    name: str, stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.children_are(
         server="""
@@ -123,7 +124,7 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
                 print(f"12:00:01 STEP    step {step}/100", flush=True)
             until(lambda: (HERE / "saved").exists())
             os.kill(os.getpid(), signal.SIGKILL)
-        """,
+        """.replace("SIGKILL", name),
         worker=FOR_EVER,
     )
 
@@ -137,9 +138,9 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
     assert launch(stage.run.root, stage.plan()) == 1
     said = capsys.readouterr()
     state = stage.run.read_state()
-    assert state is not None and state.why.startswith("the parameter server was killed by SIGKILL, ")
+    assert state is not None and state.why.startswith(f"the parameter server was killed by {name}")
     why, _, words = said.err.partition("\n")
-    assert "the parameter server failed (killed by SIGKILL, " in why and "memory" in why
+    assert f"the parameter server failed (killed by {name}" in why and ("memory" in why) is (name == "SIGKILL")
     last_words = "error: of long ago\n12:00:00 WARNING the queue is slow\n12:00:01 STEP    step 49/100\n"
     assert words == last_words, "the launcher's screen has shown the steps"
     assert "to continue the run: " in said.out and "--resume" in said.out
