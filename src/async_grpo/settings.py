@@ -8,7 +8,6 @@ import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -350,11 +349,6 @@ class TrainingSettings:
         given = {"--delta-keep": self.delta_keep, "--delta-dir": self.delta_dir}
         if not self.delta_every and (unused := [flag for flag, value in given.items() if value is not None]):
             raise UsageError(f"{', '.join(unused)}: no versions are kept without --delta-every. Give it as well.")
-        if self.delta_every and find_spec("zstandard") is None:
-            raise UsageError(
-                "--delta-every compresses the versions that it keeps with the package zstandard, which is not "
-                "installed here. pip install zstandard, or leave --delta-every out."
-            )
         if self.delta_keep is not None and not self.full_every:
             raise UsageError(
                 "--delta-keep deletes what comes before a snapshot, and with --full-every 0 only the first version is "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentTypeError
 from dataclasses import fields, replace
 from pathlib import Path
@@ -150,13 +149,3 @@ def test_the_k_of_an_evaluation_fit_its_completions() -> None:
 def test_a_share_is_over_0_and_at_most_1(text: str) -> None:
     with pytest.raises(ArgumentTypeError):
         share(text)
-
-
-def test_versions_are_not_kept_without_what_compresses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    TrainingSettings(delta_every=1).check()
-    monkeypatch.setitem(sys.modules, "zstandard", None)  # as if it were not installed
-    with pytest.raises(
-        UsageError, match=r"--delta-every .*zstandard, .*not installed here\. pip install zstandard, or"
-    ):
-        TrainingSettings(delta_every=1).check()
-    TrainingSettings().check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from async_grpo.deltas.encoder import Encoder, Keeping, is_due
-from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.errors import UnsupportedError
 from async_grpo_ipc.delta.tensors import copied
 from async_grpo_ipc.model import model_tensors
 
@@ -30,7 +29,6 @@ class DeltaCallback(TrainerCallback):
         run_id: whose chain it is; another run's is refused. Default: the folder's name.
 
     Raises:
-        UsageError: `zstandard` is not installed.
         UnsupportedError: training begins with a model that is sharded over several processes.
         DeltaChainError: there can be no chain in the folder.
     """
@@ -44,8 +42,6 @@ class DeltaCallback(TrainerCallback):
         keep: int | None = None,
         run_id: str | None = None,
     ) -> None:
-        if find_spec("zstandard") is None:
-            raise UsageError("DeltaCallback compresses versions with the package zstandard: pip install zstandard.")
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}.")
         place = Path(folder).absolute()

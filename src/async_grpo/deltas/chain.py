@@ -19,7 +19,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +122,6 @@ class Chain:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.about = read_about(folder)
-        if find_spec("zstandard") is None:
-            raise DeltaChainError(
-                f"The versions in {folder} are compressed with the package zstandard, which is not installed here. "
-                "pip install zstandard, and try again."
-            )
         self.entries: dict[int, Entry] = {}
         self.problems: dict[int, ChainFault] = {}
         for path, version, kind in _files(folder):

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,15 +36,6 @@ def test_verify_says_up_to_where_a_chain_is_intact(chain: Path, capsys: pytest.C
     assert "broken: 000007.delta: it starts from version 6, whose file is missing" in said
     assert "intact up to version 5, and again 3 versions from 8 to 10" in said
     assert json.loads((chain / "found.json").read_text())["up_to"] == 5
-
-
-@pytest.mark.parametrize("action", ["verify", "rebuild", "stats", "diff"])
-def test_without_zstandard_one_sentence_says_what_to_install(
-    action: str, chain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    assert main(["delta", action, str(chain), *(["0", "1"] if action == "diff" else [])]) == 2
-    assert "pip install zstandard" in capsys.readouterr().err
 
 
 def test_rebuild_writes_the_newest_or_the_version_asked_for(
