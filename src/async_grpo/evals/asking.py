@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from async_grpo.errors import DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted, eta
 from async_grpo.log import logger
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.queue.server import MAX_OPEN
 from async_grpo.records import Job, Purpose, RolloutGroup
 from async_grpo.telemetry.activity import EVALUATING, activity
@@ -63,7 +63,7 @@ class Asking:
 
     def __init__(
         self,
-        queue: JobSink,
+        queue: ServerQueue,
         total: int,
         job_of: Callable[[int, int], Job],
         take: Callable[[int, RolloutGroup], None],

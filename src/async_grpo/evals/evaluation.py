@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from async_grpo.evals.asking import Asking
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.queue.server import FOR_EVALUATIONS
 from async_grpo.records import Job, RolloutGroup, seed_from
 
@@ -37,7 +37,7 @@ class Evaluation:
 
     def __init__(
         self,
-        queue: JobSink,
+        queue: ServerQueue,
         judge: Judge,
         problems: Sequence[Problem],
         *,

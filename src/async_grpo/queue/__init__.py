@@ -31,8 +31,6 @@ No operation waits, no wall clock is read. Files are checked by `codec`; nothing
 from async_grpo.queue.listing import quarantined
 from async_grpo.queue.recovery import retry_given_up
 from async_grpo.queue.server import ServerQueue
-from async_grpo.queue.sink import JobSink
-from async_grpo.queue.source import Claim, JobSource
-from async_grpo.queue.worker import WorkerQueue
+from async_grpo.queue.worker import Claim, WorkerQueue
 
-__all__ = ["Claim", "JobSink", "JobSource", "ServerQueue", "WorkerQueue", "quarantined", "retry_given_up"]
+__all__ = ["Claim", "ServerQueue", "WorkerQueue", "quarantined", "retry_given_up"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
 from async_grpo.queue.codec import encode_job
@@ -28,7 +28,6 @@ from async_grpo.queue.names import (
 )
 from async_grpo.queue.recovery import Inheritance, recover_dead
 from async_grpo.queue.results import asks_the_same, read_result
-from async_grpo.queue.sink import GivenUp
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Done, Moves
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe, sleep_until
 from async_grpo.records import Job, Purpose, RolloutGroup
@@ -61,8 +60,16 @@ class OpenJob:
     missed_looks: int = 0  # looks at the directory in a row that did not show it
 
 
+class GivenUp(NamedTuple):
+    """A job that failed as often as it may."""
+
+    job: Job
+    attempt: int  # of the last try
+    reason: str  # e.g. the traceback
+
+
 class ServerQueue:
-    """The parameter server's side.
+    """The parameter server's side: every job that was submitted is taken, once, or ends in `given_up`.
 
     Methods are for one thread, except `recover_dead`, `workers` and `counts`.
     """
@@ -270,6 +277,7 @@ class ServerQueue:
         return sorted(pending & self._open.keys())
 
     def counts(self) -> QueueCounts:
+        """How many jobs are in each state."""
         return counts_of(job_files(self._moves.files), set_aside_files(self._moves.files))
 
     def claimants(self) -> list[str]:
@@ -277,6 +285,7 @@ class ServerQueue:
         return self._moves.claimants()
 
     def workers(self) -> list[WorkerState]:
+        """The workers that are alive."""
         return live_workers(self.root)
 
     def short_of_room(self) -> bool:

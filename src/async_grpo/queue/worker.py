@@ -6,17 +6,16 @@ import time
 from collections.abc import Container, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.queue.codec import decode_job, encode_group
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root
 from async_grpo.queue.liveness import LOOK_S, live_workers, worker_lock
 from async_grpo.queue.names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCESSING, JobName, parse_name
-from async_grpo.queue.source import Claim
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves
 from async_grpo.queue.wakeups import EVERYTHING, JobPipe, sleep_until
-from async_grpo.records import RolloutGroup, WorkerId
+from async_grpo.records import Job, RolloutGroup, WorkerId
 from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 
 _PIPE_TRUST_S = 0.05  # for this long only the pipe is read: an older job that is missing in it must not wait longer
@@ -24,10 +23,19 @@ _COUNT_S = 1.0
 _TAKEOVER_S = 5.0  # how long a starting worker waits while the server releases its predecessor's jobs
 
 
-class WorkerQueue:
-    """A `JobSource` on the files of a run directory: one worker process' side, for one thread.
+class Claim(NamedTuple):
+    """A job that this worker has, until it completes, fails or hands it back."""
 
-    The worker's lock lasts as long as the process. A forked child has no part in it.
+    job: Job
+    attempt: int
+    name: JobName
+
+
+class WorkerQueue:
+    """One worker process' side, for one thread.
+
+    The worker's lock lasts as long as the process. A forked child has no part in it. If the worker dies, its claims are
+    other workers' again.
     """
 
     def __init__(self, root: Path, worker: WorkerId, lock: KernelLock, files: Files, *, durable: bool) -> None:
@@ -102,6 +110,12 @@ class WorkerQueue:
             self._moves.files.close()
 
     def claim(self, limit: int, skip: Container[int] = ()) -> list[Claim]:
+        """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
+
+        skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
+
+        `DiskFullError` if the oldest file is unusable and there is no room to say so; then nothing was claimed.
+        """
         self._lock.require()
         claims: list[Claim] = []
         if time.monotonic() < self._look_at:
@@ -109,6 +123,10 @@ class WorkerQueue:
         return claims or self._claim_among(self._look(skip), limit)
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
+        """Hand over the result. `DiskFullError`: the claim is kept, call again.
+
+        `BadGroupError` or `UnsupportedError`: the group holds what cannot be handed over; the claim is kept.
+        """
         self._lock.require_process()
         if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
             raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
@@ -118,11 +136,13 @@ class WorkerQueue:
         self._claims.pop(claim.job.seq, None)
 
     def fail(self, claim: Claim, error_text: str) -> None:
+        """The job could not be done: pending again with the next attempt, or given up. Errors are as for `complete`."""
         self._lock.require_process()
         self._moves.try_again(claim.name, self._max_attempts, f"{claim.name}: {error_text}\n")
         self._claims.pop(claim.job.seq, None)
 
     def hand_back(self, claim: Claim) -> None:
+        """Pending again with the same attempt: this worker stops, or cannot serve the job now."""
         self._lock.require_process()
         self._moves.move(f"queue/{claim.name}", f"queue/{claim.name.pending(claim.attempt)}")
         self._claims.pop(claim.job.seq, None)
@@ -132,6 +152,7 @@ class WorkerQueue:
             self.hand_back(claim)
 
     def wait(self, timeout_s: float, skip: Container[int] = ()) -> bool:
+        """Sleep until there may be a job that is not in `skip`; False when the time is over."""
         deadline = time.monotonic() + timeout_s
         while True:
             if names := self._look(skip):
@@ -146,12 +167,14 @@ class WorkerQueue:
         return sum(name.state == PENDING for name in job_files(self._moves.files))
 
     def alive_workers(self) -> int:
+        """Workers that are alive, this one included; may be a second old."""
         if time.monotonic() >= self._counted_until:
             self._counted = sum(worker.workers for worker in live_workers(self.root))
             self._counted_until = time.monotonic() + _COUNT_S
         return self._counted
 
     def served(self) -> bool:
+        """Whether a live server issues jobs. One that is still loading does not yet."""
         return "run_id" in (self._server_lock.holder() or {})
 
     def _learn_server(self) -> None:

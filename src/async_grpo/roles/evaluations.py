@@ -14,7 +14,7 @@ from async_grpo.evals.evaluation import Evaluation, Problem
 from async_grpo.evals.problems import say_what_is_evaluated
 from async_grpo.evals.report import Evaluated, EvaluationLedger, Judge
 from async_grpo.evals.schedule import Holdable, RunEvaluations
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.training.hyperparameters import hyperparameters
@@ -30,7 +30,7 @@ def run_evaluations(
     run: RunDir,
     state: RunState,
     settings: TrainingSettings,
-    queue: JobSink,
+    queue: ServerQueue,
     weights: Holdable,
     resumed_from: int,
 ) -> RunEvaluations:
@@ -67,7 +67,7 @@ def run_evaluations(
 
 
 def evaluation_of(
-    version: int, settings: TrainingSettings, queue: JobSink, judge: Judge, problems: Sequence[Problem], **more: Any
+    version: int, settings: TrainingSettings, queue: ServerQueue, judge: Judge, problems: Sequence[Problem], **more: Any
 ) -> Evaluation:
     """Begin the evaluation of a version, as the settings say. `more`: the other arguments of `Evaluation`."""
     return Evaluation(

@@ -25,7 +25,7 @@ from async_grpo.errors import (
     WaitTimeoutError,
 )
 from async_grpo.log import logger
-from async_grpo.queue import Claim, JobSource
+from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import WeightsLostError
@@ -60,7 +60,7 @@ class WorkerContext:
     """What a worker works with, whatever its engine."""
 
     trl: RolloutTrainer
-    queue: JobSource
+    queue: WorkerQueue
     weights: RemoteWeights
     run: RunDir
     should_stop: Callable[[], bool]

@@ -30,7 +30,7 @@ from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UnsupportedError
 from async_grpo.formatting import counted
 from async_grpo.log import logger
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import open_plain, parse_object, read_object
 from async_grpo.rundir.shape import shaped
@@ -198,7 +198,7 @@ class UsedGroups:
     """
 
     def __init__(
-        self, queue: JobSink, done: Path, keep: ArchiveLimit, resumed_from: RolloutState | None = None
+        self, queue: ServerQueue, done: Path, keep: ArchiveLimit, resumed_from: RolloutState | None = None
     ) -> None:
         self._queue = queue
         self._done = done

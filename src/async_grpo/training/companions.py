@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.training.weight_publisher import VersionKeeper, WeightPublisher
 
 
@@ -45,5 +45,5 @@ class Evaluations(Protocol):
 class Companions:
     """How to make what goes on beside a training, once the training has what they need."""
 
-    evaluations: Callable[[JobSink, WeightPublisher, int], Evaluations]  # with the step that the run resumes from
+    evaluations: Callable[[ServerQueue, WeightPublisher, int], Evaluations]  # with the step that the run resumes from
     version_keeper: Callable[[], VersionKeeper | None]  # None: versions are not kept

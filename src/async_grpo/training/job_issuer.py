@@ -10,7 +10,7 @@ import numpy as np
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
 from async_grpo.log import logger
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.records import Job, seed_from
 
 if TYPE_CHECKING:  # these import torch
@@ -40,7 +40,7 @@ class JobIssuer:
 
     def __init__(
         self,
-        queue: JobSink,
+        queue: ServerQueue,
         prompts: Iterator[dict[str, Any]],
         *,
         run_id: str,

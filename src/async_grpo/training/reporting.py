@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 from async_grpo.log import logger
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.redaction import Redactor
 from async_grpo.telemetry.nodes import read_nodes
 from async_grpo.telemetry.run_log import RunLog
@@ -47,7 +47,7 @@ def _folder_of(given: Any, writer: Any, ours: Path) -> Path:
     return Path(folder).absolute()
 
 
-def append_queue(trainer: GRPOTrainer, queue: JobSink, metrics: RolloutMetrics, version: int | None) -> None:
+def append_queue(trainer: GRPOTrainer, queue: ServerQueue, metrics: RolloutMetrics, version: int | None) -> None:
     """Add the state of the queue to the training metrics.
 
     Args:

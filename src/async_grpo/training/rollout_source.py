@@ -14,7 +14,7 @@ from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consume
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted
 from async_grpo.log import logger
-from async_grpo.queue import JobSink
+from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
@@ -80,7 +80,7 @@ class RolloutSource:
     def __init__(
         self,
         *,
-        queue: JobSink,
+        queue: ServerQueue,
         issuer: JobIssuer,
         schedule: Schedule,
         publisher: Publisher,
