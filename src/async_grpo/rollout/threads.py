@@ -165,11 +165,13 @@ class MainThread:
         with self._changing:
             if not self._serving:
                 raise PeerDiedError("The worker ends: its main thread does no more calls.")
-            self._calls.put(functools.partial(_do, functools.partial(contextvars.copy_context().run, function), result))
+            self._calls.put(
+                functools.partial(settle, functools.partial(contextvars.copy_context().run, function), result)
+            )
         return result.result()  # the main thread answers every call, at the latest when it ends
 
     def _work(self, work: Callable[[], None], ended: Future[None]) -> None:
-        _do(work, ended)
+        settle(work, ended)
         self._calls.put(None)
         if not self._left.wait(ENDING_S):
             logger.warning("the worker ends before a reward or tool in its main thread: not done in {:g} s", ENDING_S)
@@ -260,7 +262,8 @@ def asks_for_main_thread(reward: Any) -> bool:
     return getattr(reward, "__module__", None) == _LOOKS_AT_ITS_THREAD
 
 
-def _do(function: Callable[[], T], result: Future[T]) -> None:
+def settle(function: Callable[[], T], result: Future[T]) -> None:
+    """Give a future what the function returns or raises."""
     try:
         result.set_result(function())
     except BaseException as error:  # noqa: BLE001  # of the user's code: it belongs to the caller

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.settings import WorkerSettings
 from async_grpo.setup.replaced import naming_arguments
 
 if TYPE_CHECKING:
@@ -80,13 +81,7 @@ def engine_inside(model: Any) -> Any | None:
 
 
 def check_generator_options(
-    chosen: str,
-    *,
-    server_devices: str | None,
-    server_timeout: float | None = None,
-    in_flight_update: bool = False,
-    deterministic: bool = False,
-    workers: int = 0,
+    chosen: str, work: WorkerSettings, *, deterministic: bool = False, workers: int = 0
 ) -> None:
     """Refuse options that the chosen generator does not have.
 
@@ -98,11 +93,11 @@ def check_generator_options(
         UsageError: an option that only other generators have, or two that exclude each other.
         UnsupportedError: a vLLM server cannot work so.
     """
-    if server_devices is not None and chosen != STARTED_SERVER:
+    if work.server_devices is not None and chosen != STARTED_SERVER:
         raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
-    if server_timeout is not None and chosen != STARTED_SERVER:
+    if work.server_timeout is not None and chosen != STARTED_SERVER:
         raise UsageError("--server-timeout is of a server that is started for the run: --generator vllm-server.")
-    if in_flight_update:
+    if work.in_flight_update == "on":
         _check_in_flight_update(chosen, deterministic=deterministic)
     if chosen == VLLM_SERVER and workers > 1:
         raise UnsupportedError(

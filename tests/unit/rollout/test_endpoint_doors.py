@@ -25,7 +25,7 @@ import pytest
 
 from async_grpo.envs import Endpoint
 from async_grpo.log import logger
-from async_grpo.rollout.endpoint import doors, private_socket
+from async_grpo.rollout.endpoint import doors
 from async_grpo.rollout.endpoint.protocol import Answer, Request, RequestRefusal, Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
 from patience import DEADLINE_S, until
@@ -92,9 +92,9 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 @pytest.fixture
 def all_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    us = os.geteuid()
+    of_user = doors.connections_of
     monkeypatch.setattr(doors, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(doors, "os", SimpleNamespace(geteuid=lambda: us + 1))
+    monkeypatch.setattr(doors, "connections_of", lambda uid: of_user(uid + 1))
 
 
 @pytest.mark.usefixtures("all_are_strangers")
@@ -174,11 +174,11 @@ def test_the_socket_is_private_and_what_a_killed_worker_left_is_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    left, alive = private_socket.private_socket(), private_socket.private_socket()
+    left, alive = doors.private_socket(), doors.private_socket()
     assert left is not None and alive is not None
     assert stat.S_IMODE(left.path.parent.stat().st_mode) == 0o700
     left.listening.close()
-    new = private_socket.private_socket()
+    new = doors.private_socket()
     assert new is not None
     assert {each.name for each in folder.iterdir()} == {alive.path.parent.name, new.path.parent.name}
 
@@ -188,11 +188,11 @@ def test_a_socket_goes_where_its_path_is_short_enough_or_nowhere(folder: Path, m
     long.mkdir()
     short.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    monkeypatch.setattr(private_socket.tempfile, "gettempdir", lambda: str(short))
-    found = private_socket.private_socket()
+    monkeypatch.setattr(doors.tempfile, "gettempdir", lambda: str(short))
+    found = doors.private_socket()
     assert found is not None and found.path.parent.parent == short
-    monkeypatch.setattr(private_socket.tempfile, "gettempdir", lambda: str(long))
-    assert private_socket.private_socket() is None
+    monkeypatch.setattr(doors.tempfile, "gettempdir", lambda: str(long))
+    assert doors.private_socket() is None
     assert [*long.iterdir()] == []
 
 

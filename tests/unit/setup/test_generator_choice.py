@@ -11,7 +11,13 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.setup.generator_choice import VLLM_SERVER, check_generator_options, choose_generator, wants_vllm
+from async_grpo.settings import WorkerSettings
+from async_grpo.setup.generator_choice import (
+    VLLM_SERVER,
+    check_generator_options,
+    choose_generator,
+    wants_vllm,
+)
 
 
 @pytest.fixture
@@ -91,13 +97,13 @@ def test_a_server_generates_where_the_file_asks_for_vllm(installed: Any) -> None
 
 
 def test_a_server_is_fed_by_one_worker_and_is_not_deterministic() -> None:
-    check_generator_options(VLLM_SERVER, server_devices=None, workers=1)
+    check_generator_options(VLLM_SERVER, WorkerSettings(), workers=1)
     with pytest.raises(UnsupportedError, match="--num-workers 1"):
-        check_generator_options(VLLM_SERVER, server_devices=None, workers=2)
+        check_generator_options(VLLM_SERVER, WorkerSettings(), workers=2)
     with pytest.raises(
         UnsupportedError, match=r'vllm_mode="server" cannot be --deterministic.*vllm_mode="colocate" or'
     ):
-        check_generator_options(VLLM_SERVER, server_devices=None, workers=1, deterministic=True)
+        check_generator_options(VLLM_SERVER, WorkerSettings(), workers=1, deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +116,9 @@ def test_a_server_is_fed_by_one_worker_and_is_not_deterministic() -> None:
     ],
 )
 def test_in_flight_updates_need_an_engine_in_the_worker(chosen: str, words: str) -> None:
-    check_generator_options(chosen, server_devices=None)
+    check_generator_options(chosen, WorkerSettings())
     with pytest.raises(UsageError, match=words) if words else nullcontext():
-        check_generator_options(chosen, server_devices=None, in_flight_update=True)
+        check_generator_options(chosen, WorkerSettings(in_flight_update="on"))
 
 
 def test_an_engine_inside_the_model_generates() -> None:
@@ -149,11 +155,11 @@ def test_a_file_with_use_vllm_starts_no_engine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_that_a_worker_starts_is_not_deterministic() -> None:
-    check_generator_options("vllm-server", server_devices="1,2", workers=2)
+    check_generator_options("vllm-server", WorkerSettings(server_devices="1,2"), workers=2)
     with pytest.raises(UnsupportedError, match=r"vllm-server cannot be --deterministic.*Take --generator vllm or"):
-        check_generator_options("vllm-server", server_devices=None, deterministic=True)
+        check_generator_options("vllm-server", WorkerSettings(), deterministic=True)
 
 
 def test_updates_in_flight_depend_on_timing() -> None:
     with pytest.raises(UsageError, match="cannot be combined with --deterministic"):
-        check_generator_options("vllm", server_devices=None, in_flight_update=True, deterministic=True)
+        check_generator_options("vllm", WorkerSettings(in_flight_update="on"), deterministic=True)

@@ -87,13 +87,7 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
         _refuse_first_fsdp(ranks, trainer)
         refuse_publish_dtype(settings.publish_dtype, sharded=ranks.shares_weights)
     refuse(trainer, settings, generator)
-    check_generator_options(
-        generator,
-        server_devices=plan.work.server_devices,
-        in_flight_update=plan.work.in_flight_update == "on",
-        deterministic=settings.deterministic,
-        workers=plan.num_workers,
-    )
+    check_generator_options(generator, plan.work, deterministic=settings.deterministic, workers=plan.num_workers)
     found = _checkpoints(trainer, question, ranks) if question.run_dir is not None else {}
     return {"generator": generator, "slots": slots_of(trainer.model, plan, generator), **found}
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
+from async_grpo.cli.options import gathered
 from async_grpo.errors import UsageError
-from async_grpo.settings import flag_name
+from async_grpo.settings import WorkerSettings, flag_name
 from async_grpo.setup.generator_choice import HF, VLLM, check_generator_options
 
 IN_ONE_PROCESS = frozenset(
     (
         *("config", "trl_arguments", "device", "dry_run", "gpu_memory", "run_dir", "log_level"),
         *("steps", "seed", "set", "run_name", "run_group", "run_tags", "eval_every"),
-        *("generator", "server_devices", "server_timeout"),
-        *("delta_every", "full_every", "delta_keep", "delta_dir"),
+        *("generator", "server_devices", "server_timeout", "delta_every", "full_every", "delta_keep", "delta_dir"),
     )
 )
 """What plain TRL in one process takes, by the names of the options; every other one belongs to a distributed run."""
@@ -39,8 +40,8 @@ def refuse_in_one_process(args: argparse.Namespace) -> None:
         )
     if "full_every" in args.given and not args.delta_every:
         raise UsageError(f"{_flags(['full_every'])}: {_NO_VERSIONS}")
-    given_to_server = {"server_devices": args.server_devices, "server_timeout": args.server_timeout}
-    check_generator_options(args.generator or HF, **given_to_server)
+    given_to_server = WorkerSettings(server_devices=args.server_devices, server_timeout=args.server_timeout)
+    check_generator_options(args.generator or HF, given_to_server)
 
 
 def refuse_without_effect(args: argparse.Namespace) -> None:
@@ -50,13 +51,9 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
             raise UsageError(f"{_flags(unused)}: {reason}")
     if "generator" in args:  # the server's command has no workers
         is_known = args.generator is not None  # else the setup file and the machine decide: the worker looks again
-        check_generator_options(
-            args.generator or HF,
-            server_devices=args.server_devices,
-            server_timeout=args.server_timeout,
-            in_flight_update=is_known and args.in_flight_update == "on",
-            deterministic=is_known and args.deterministic,
-        )
+        work = gathered(WorkerSettings, args)
+        work = work if is_known else replace(work, in_flight_update="off")
+        check_generator_options(args.generator or HF, work, deterministic=is_known and args.deterministic)
 
 
 def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], str]]:

@@ -20,8 +20,7 @@ from aiohttp import web
 
 from async_grpo.formatting import one_line
 from async_grpo.log import logger
-from async_grpo.rollout.endpoint.doors import Doors
-from async_grpo.rollout.endpoint.private_socket import private_socket
+from async_grpo.rollout.endpoint.doors import Doors, private_socket
 from async_grpo.rollout.endpoint.protocol import (
     FAILED_WITH_ITS_GROUP,
     MOST_BYTES,
@@ -45,6 +44,7 @@ ANSWER_S = 4 * 3600.0  # for one answer; the process that samples it is the same
 MOST_FAILED = 1024  # whose errors are remembered, for what their agents still ask
 SAY_AT_MOST = 3  # refusals of one kind that are logged
 _QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine can send what is not HTTP
+_RETRIES = "x-stainless-retry-count"  # how often the `openai` client has sent a request before
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
 
 
@@ -71,7 +71,7 @@ class EndpointServer:
 
     def start(self) -> Address:
         """Where it listens. The server ends with the process."""
-        threading.Thread(target=self._serve, name="endpoint", daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(self._run()), name="endpoint", daemon=True).start()
         return self._started.result(START_S)
 
     def open(self, episode: Episode) -> str:
@@ -86,9 +86,6 @@ class EndpointServer:
             self._failed[_hashed(key)] = episode.cause
             while len(self._failed) > MOST_FAILED:
                 self._failed.pop(next(iter(self._failed)), None)
-
-    def _serve(self) -> None:
-        asyncio.run(self._run())
 
     async def _run(self) -> None:
         application = web.Application(client_max_size=MOST_BYTES, middlewares=[self._refusing])
@@ -134,7 +131,8 @@ class EndpointServer:
         episode = self._episode_of(http)
         self._doors.let_in(http)
         try:
-            request = read_request(await _body(http), episode.rules, is_retry=_is_retry(http))
+            is_retry = http.headers.get(_RETRIES, "0") != "0"
+            request = read_request(await _body(http), episode.rules, is_retry=is_retry)
         except RequestRefusal as refusal:
             self._loop.call_soon_threadsafe(episode.refuse, refusal)
             raise
@@ -189,11 +187,6 @@ async def _body(http: web.Request) -> bytes:
             status=413,
             ends=True,
         ) from error
-
-
-def _is_retry(http: web.Request) -> bool:
-    """What the `openai` client says where it sends a request again."""
-    return http.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 def _hashed(key: str) -> bytes:

@@ -12,6 +12,7 @@ from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.setup.generator_choice import (
     HF,
     STARTED_SERVER,
+    VLLM,
     VLLM_SERVER,
     check_generator_options,
     choose_generator,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from async_grpo.rollout.engines.transformers import TransformersEngine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rundir.paths import RunDir, RunState
-    from async_grpo.settings import WorkerSettings
+    from async_grpo.settings import TrainingSettings, WorkerSettings
 
 
 def make_engine(
@@ -53,29 +54,14 @@ def make_engine(
     check_generation(trl.trainer, chosen)
     check_sampling(trl.trainer, plan.training.correction, chosen, deterministic=plan.training.deterministic)
     trl.sampled_by(chosen, plan.training.max_staleness)
-    in_flight_update = settings.in_flight_update == "on"
-    check_generator_options(
-        chosen,
-        server_devices=settings.server_devices,
-        server_timeout=settings.server_timeout,
-        in_flight_update=in_flight_update,
-        deterministic=plan.training.deterministic,
-        workers=plan.num_workers,
-    )
+    check_generator_options(chosen, settings, deterministic=plan.training.deterministic, workers=plan.num_workers)
     if chosen == HF:
         return transformers_engine(trl)
     if chosen == VLLM_SERVER:
         return connect(run, trl.trainer)
     if chosen == STARTED_SERVER:
         return start_server(trl, settings, run, worker)
-    return _vllm_engine(
-        trl,
-        run,
-        worker,
-        in_flight_update=in_flight_update,
-        deterministic=plan.training.deterministic,
-        returns_kept=needs_kept_tokens(trl.trainer, plan.training.correction, chosen),
-    )
+    return _vllm_engine(trl, settings, run, plan.training, worker)
 
 
 @contextmanager
@@ -158,18 +144,12 @@ def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, wor
 
 
 def _vllm_engine(
-    trl: RolloutTrainer,
-    run: RunDir,
-    worker: WorkerId,
-    *,
-    in_flight_update: bool,
-    deterministic: bool,
-    returns_kept: bool,
+    trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, training: TrainingSettings, worker: WorkerId
 ) -> ContinuousEngine:
     from async_grpo.rollout.engines.continuous import ContinuousEngine
     from async_grpo.rollout.engines.vllm import VLLMEngine
 
-    trainer = trl.trainer
+    trainer, deterministic, in_flight_update = trl.trainer, training.deterministic, settings.in_flight_update == "on"
     if engine_inside(trainer.model) is None:  # else its weights are the engine's own
         trainer.model.to("meta")  # the engine will have the weights
     with alone_on_the_gpu(run, os.environ):
@@ -178,13 +158,10 @@ def _vllm_engine(
             seed=0 if deterministic else int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
             in_flight_update=in_flight_update,
             deterministic=deterministic,
-            returns_kept=returns_kept,
+            returns_kept=needs_kept_tokens(trainer, training.correction, VLLM),
             folder=run.worker_engine(worker),
         )
     trl.end_dialogues_before(engine.max_model_len)
     return ContinuousEngine(
-        engine,
-        group_size=trainer.num_generations,
-        in_flight_update=in_flight_update,
-        deterministic=deterministic,
+        engine, group_size=trainer.num_generations, in_flight_update=in_flight_update, deterministic=deterministic
     )

@@ -1,8 +1,8 @@
 """Runs the tools that dialogues call, side by side, each for a limited time.
 
 An async tool runs on TRL's own event loop, with those of all other dialogues. Any other runs in a thread: beside all
-others if it is marked `thread_safe`, else one call of it at a time (`lines`). The calls of one message that are not
-async run in their order, as in TRL.
+others if it is marked `thread_safe`, else one call of it at a time (`WaitingLine`). The calls of one message that are
+not async run in their order, as in TRL.
 
 Whatever a tool does, its dialogue gets a text: TRL's own for what TRL knows (it raised an exception, it does not exist,
 its arguments are wrong), the same for what TRL does not survive (it hangs, exits, or returns what is no text).
@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-from collections import Counter
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +25,6 @@ from async_grpo.errors import GeneratorError
 from async_grpo.log import logger
 from async_grpo.rollout.threads import KeptThreads, UserCode
 from async_grpo.rollout.turns.calls import Call, Outcome, Refused
-from async_grpo.rollout.turns.lines import Waiting, WaitingLine
 from async_grpo.telemetry.activity import activity
 
 MOST_TEXT = 65_536  # characters of a tool's result; a longer one becomes an error with its beginning
@@ -255,6 +256,76 @@ class _Awaited:
             self._coroutine.close()
         else:
             self._task.cancel()
+
+
+class Waiting:
+    """A call in a line.
+
+    Args:
+        make: makes it, and raises nothing.
+        refuse: says that nobody will make it.
+    """
+
+    def __init__(self, make: Callable[[], None], refuse: Callable[[Exception], None]) -> None:
+        self.make, self.refuse = make, refuse
+        self._began: float | None = None  # monotonic seconds
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+
+    def seconds_left(self, timeout_s: float) -> float:
+        """Seconds that are left of its time, which begins with the call."""
+        return timeout_s if self._began is None else self._began + timeout_s - time.monotonic()
+
+
+class WaitingLine:
+    """The calls of one tool that is not thread-safe. Used by the event loop, and by the thread that makes them.
+
+    The event loop runs only between two steps of the engine. If it began each call, one call would be made in a step.
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._waiting: deque[Waiting] = deque()
+        self._made: Waiting | None = None  # the call that is being made
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def join(self, call: Waiting) -> None:
+        with self._changing:
+            self._waiting.append(call)
+
+    def make(self) -> None:
+        """Make the calls that wait now, in their order, up to one that is left behind."""
+        for _ in range(len(self._waiting)):
+            with self._changing:
+                if not self._waiting:
+                    return
+                call = self._made = self._waiting.popleft()
+                call.begin()
+            call.make()
+            with self._changing:
+                if self._made is not call:
+                    return
+                self._made = None
+
+    def leave(self, call: Waiting) -> bool:
+        """Have the line go on without this call; returns whether it is being made, so its thread is left behind."""
+        with self._changing:
+            if self._made is call:
+                self._made = None
+                return True
+            if call in self._waiting:
+                self._waiting.remove(call)
+            return False
+
+    def refuse(self, error: Exception) -> None:
+        """No call that waits will be made."""
+        with self._changing:
+            refused, self._waiting = list(self._waiting), deque()
+        for call in refused:
+            call.refuse(error)
 
 
 def is_thread_safe(tool: Callable[..., Any]) -> bool:

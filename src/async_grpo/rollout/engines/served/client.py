@@ -22,6 +22,7 @@ from async_grpo.redaction import Redactor
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
+from async_grpo.rollout.threads import settle
 from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
 from async_grpo.tokens import as_tokens
@@ -95,7 +96,7 @@ class ServerCall(Generic[T]):
         self._client, self._what, self._timeout_s = client, what, timeout_s
         self._outcome: Future[T] = Future()
         self._started = self._looked = time.monotonic()
-        Thread(target=_settle, args=(self._outcome, call), name="vllm-server", daemon=True).start()
+        Thread(target=settle, args=(call, self._outcome), name="vllm-server", daemon=True).start()
 
     def done(self) -> bool:
         """Wait a moment for the end of the call; check from time to time that the server is alive."""
@@ -203,13 +204,6 @@ def _each_once(groups: Sequence[list[list[int]]]) -> tuple[list[list[int]], int]
     if all(len(prompts) == copies and all(ids == prompts[0] for ids in prompts) for prompts in groups):
         return [prompts[0] for prompts in groups], copies
     return [ids for prompts in groups for ids in prompts], 1
-
-
-def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(call())
-    except BaseException as error:  # noqa: BLE001  # raised again where it is waited for
-        outcome.set_exception(error)
 
 
 def refuse_what_cannot_be_sent(model: Any) -> None:
