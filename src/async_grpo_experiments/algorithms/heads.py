@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from async_grpo_experiments.algorithms.protocols import HeadSettings, Trained
 from async_grpo_experiments.algorithms.rows import LabelledRow, Rows
 from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit, load_policy
 from async_grpo_experiments.guidance.head import HeadOutput, HeadRecord, ValueHead
+from async_grpo_experiments.guidance.offsets import check_mode
 
 UNLABELLED = -100.0  # what transformers leaves out when it counts the labels of a batch
 WARN_NATS = 0.25  # that rounding to atoms may cost
+_Settings = TypeVar("_Settings", bound=HeadSettings)
 
 
 def train_head(
@@ -60,6 +62,18 @@ def train_head(
         compute_loss_func=loss,
     )
     return fit(trainer, out / "head", head.save)
+
+
+class ValueGuided(Generic[_Settings]):
+    """An algorithm whose head decoding adds to the reference: Q#, QSharp-HF, PITA."""
+
+    def __init__(self, settings: _Settings) -> None:
+        check_mode(settings.guidance.mode, settings.loss_type)
+        self.settings = settings
+
+    def guidance(self) -> dict[str, Any]:
+        """Keywords of `guided` besides the head: `eta`, `mode`, `top_k`, `use_cache`."""
+        return self.settings.guidance.keywords()
 
 
 class PairTrainer(Trainer):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from async_grpo.errors import UsageError
-from async_grpo_experiments.algorithms.heads import train_head
+from async_grpo_experiments.algorithms.heads import ValueGuided, train_head
 from async_grpo_experiments.algorithms.protocols import (
     Continuations,
     GuidanceSettings,
@@ -31,7 +31,6 @@ from async_grpo_experiments.algorithms.rows import (
     rows_of,
     varied,
 )
-from async_grpo_experiments.guidance.offsets import check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +58,8 @@ class PITASettings(HeadSettings, PreferenceSettings):
             )
 
 
-class PITA:
+class PITA(ValueGuided[PITASettings]):
     """PITA from pairs of a greedy and a sampled continuation."""
-
-    def __init__(self, settings: PITASettings) -> None:
-        check_mode(settings.guidance.mode, settings.loss_type)
-        self.settings = settings
 
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         """Pairs from `samples_per_example` cuts of a greedy roll-in, guided from round 2 on."""
@@ -90,6 +85,3 @@ class PITA:
         """Train on the rows of all rounds so far, from the head of the round before."""
         beta = self.settings.bradley_terry_beta
         return train_head(self.settings, rows, start, out, kind="preference", beta=beta)
-
-    def guidance(self) -> dict[str, Any]:
-        return self.settings.guidance.keywords()

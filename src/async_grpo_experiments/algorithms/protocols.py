@@ -97,7 +97,7 @@ class Trained:
 
 
 class PostTraining(Protocol):
-    """An algorithm that changes the weights of the policy: DPO, GRPO, GRPO-HF."""
+    """An algorithm: DPO, GRPO and GRPO-HF change the weights of the policy, `heads.ValueGuided` trains a value head."""
 
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         """The waves of cuts of one round, for this many problems."""
@@ -112,13 +112,6 @@ class PostTraining(Protocol):
             start: `Trained.folder` of the round before; None in the first round.
             out: a folder for what is trained; it must not hold another training.
         """
-
-
-class ValueGuided(PostTraining, Protocol):
-    """An algorithm that trains a value head, which decoding adds to the reference: Q#, QSharp-HF, PITA."""
-
-    def guidance(self) -> dict[str, Any]:
-        """Keywords of `guided` besides the head: `eta`, `mode`, `top_k`, `use_cache`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +204,6 @@ class GuidanceSettings:
         return 0.2 if self.eta is None and self.inverse_eta is None else one_eta(self.eta, self.inverse_eta)
 
     def keywords(self) -> dict[str, Any]:
-        """Keywords of `guided` besides the head."""
         return {"eta": self.strength, "mode": self.mode, "top_k": self.top_k, "use_cache": self.use_cache}
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from async_grpo.errors import UsageError
-from async_grpo_experiments.algorithms.heads import check_returns, train_head
+from async_grpo_experiments.algorithms.heads import ValueGuided, check_returns, train_head
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut, HeadSettings, Plan, Trained
 from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, rows_of, varied
-from async_grpo_experiments.guidance.offsets import check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +27,12 @@ class QSharpSettings(HeadSettings):
             )
 
 
-class QSharp:
+class QSharp(ValueGuided[QSharpSettings]):
     """Q# from rewards.
 
     Example:
         >>> trained = QSharp(QSharpSettings(reference="outputs/reference")).train(rows, out=Path("outputs/qsharp"))
     """
-
-    def __init__(self, settings: QSharpSettings) -> None:
-        check_mode(settings.guidance.mode, settings.loss_type)
-        self.settings = settings
 
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         return plan_of_values(self.settings, problems, round_number)
@@ -51,9 +45,6 @@ class QSharp:
         """Train on the rows of all rounds so far, from the head of the round before."""
         check_returns(rows, self.settings)
         return train_head(self.settings, rows, start, out)
-
-    def guidance(self) -> dict[str, Any]:
-        return self.settings.guidance.keywords()
 
 
 def plan_of_values(settings: HeadSettings, problems: int, round_number: int) -> Plan:

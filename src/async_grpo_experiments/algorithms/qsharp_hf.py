@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from async_grpo.errors import UsageError
 from async_grpo.log import logger
-from async_grpo_experiments.algorithms.heads import check_returns, train_head
+from async_grpo_experiments.algorithms.heads import ValueGuided, check_returns, train_head
 from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, Plan, Trained
 from async_grpo_experiments.algorithms.proxy import Proxy, ProxySettings, proxy_of_round
 from async_grpo_experiments.algorithms.qsharp import plan_of_values
 from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs, rows_of, varied
-from async_grpo_experiments.guidance.offsets import check_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +30,8 @@ class QSharpHFSettings(HeadSettings, ProxySettings):
             )
 
 
-class QSharpHF:
+class QSharpHF(ValueGuided[QSharpHFSettings]):
     """Q# from preferences, by a proxy. The proxy is trained in round 1, and used with its bounds in all later ones."""
-
-    def __init__(self, settings: QSharpHFSettings) -> None:
-        check_mode(settings.guidance.mode, settings.loss_type)
-        self.settings = settings
 
     def plan(self, problems: int, round_number: int = 1) -> Plan:
         return plan_of_values(self.settings, problems, round_number)
@@ -55,6 +49,3 @@ class QSharpHF:
         scored = Rows(tuple(replace(row, label=score) for row, score in zip(rows.items, scores, strict=True)))
         check_returns(scored, settings)
         return train_head(settings, scored, start, out)
-
-    def guidance(self) -> dict[str, Any]:
-        return self.settings.guidance.keywords()

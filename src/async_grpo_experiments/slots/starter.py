@@ -56,10 +56,7 @@ class Starter(Protocol):
         """Watch the children until this holds or a stop is asked for; calls `look` about ten times a second."""
 
 
-class OpenStarter(Protocol):
-    """Makes a starter of what it says and what it calls at each look."""
-
-    def __call__(self, *, say: Callable[[str], None], look: Callable[[], None]) -> Starter: ...
+OpenStarter = Callable[..., Starter]  # of `say`, what it says, and `look`, what it calls at each look
 
 
 class LocalStarter(Supervisor):
