@@ -96,7 +96,7 @@ def _source(folder: Path) -> Iterator[RolloutSource]:
                 micro_steps_per_version=1,
                 max_staleness=MAX_STALENESS,
             ),
-            publisher=_AlwaysTheFirst(),
+            publisher=_AlwaysTheFirst(),  # type: ignore[arg-type]  # a stand-in
             history=history,
             metrics=RolloutMetrics(lambda name, value: None),
             should_stop=lambda: False,

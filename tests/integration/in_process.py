@@ -39,7 +39,7 @@ from async_grpo.telemetry.trainer_states import StateReader
 from async_grpo.tokens import as_tokens
 from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import Rule, rule
-from async_grpo.training.job_issuer import state_for_rewards
+from async_grpo.training.job_issuer import plain_fields
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.reporting import StatesCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -340,7 +340,7 @@ class InProcessRun(TrainingEvents):
             born_version=self._version,
             min_version=0,
             sampling=self._watch.sampling(),
-            trainer_state=state_for_rewards(self.trainer),
+            trainer_state=plain_fields(self.trainer.state),
         )
 
     def _corrected(self, batch: dict[str, Any]) -> None:

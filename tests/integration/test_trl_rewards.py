@@ -35,7 +35,7 @@ from transformers import Qwen3ForSequenceClassification
 
 from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.training.job_issuer import state_for_rewards
+from async_grpo.training.job_issuer import plain_fields
 
 pytestmark = pytest.mark.integration
 
@@ -234,7 +234,7 @@ def test_a_reward_model(tmp_path: Path) -> None:
 def test_what_a_callback_puts_into_the_state_can_be_sent_to_workers() -> None:
     """Numbers of numpy would be refused in the middle of the run."""
     state = SimpleNamespace(epoch=np.float64(0.5), level=np.int64(2), hard=np.bool_(True), kind="sums", best=[1.0])
-    sent = state_for_rewards(SimpleNamespace(state=state))  # type: ignore[arg-type]
+    sent = plain_fields(state)
     [job] = jobs_of([{"prompt": "a"}])
     received = decode_job(encode_job(replace(job, trainer_state=sent))).trainer_state
     assert received == {"epoch": 0.5, "level": 2, "hard": True, "kind": "sums"}

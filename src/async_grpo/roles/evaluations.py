@@ -18,7 +18,7 @@ from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.training.hyperparameters import hyperparameters
-from async_grpo.training.job_issuer import state_for_rewards
+from async_grpo.training.job_issuer import plain_fields
 from async_grpo.training.prompts import evaluation_rows
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run_evaluations(
         more = {
             "sampling": settings.eval_sampling(),
             "seed": trainer.args.seed,
-            "trainer_state": state_for_rewards(trainer),
+            "trainer_state": plain_fields(trainer.state),
         }
         return evaluation_of(version, settings, queue, judge, problems, run_id=state.run_id, **more)
 

@@ -29,7 +29,7 @@ from async_grpo.training.corrections.tipping import TippingCallback, what_helps
 from async_grpo.training.distributed import Leader, Ranks
 from async_grpo.training.groups import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
-from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
+from async_grpo.training.job_issuer import JobIssuer, plain_fields
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.reporting import StatesCallback, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -122,7 +122,7 @@ class Parts:
             run_id=state.run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
-            trainer_state=partial(state_for_rewards, trainer),
+            trainer_state=lambda: plain_fields(trainer.state),
             sampling=watch.sampling,
             archive=self.archive,
             resume_from=used,

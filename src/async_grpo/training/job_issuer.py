@@ -14,8 +14,6 @@ from async_grpo.queue import ServerQueue
 from async_grpo.records import Job, seed_from
 
 if TYPE_CHECKING:  # these import torch
-    from trl import GRPOTrainer
-
     from async_grpo.training.checkpoints import UsedGroups
 
 
@@ -116,13 +114,8 @@ def task_of(row: Mapping[str, Any]) -> str:
     return task if isinstance(task, str) else ""
 
 
-def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
-    """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
-    return plain_fields(trainer.state)
-
-
 def plain_fields(state: Any) -> dict[str, Any]:
-    """The numbers and texts of a `TrainerState`."""
+    """The numbers and texts of a `TrainerState`, without the history of its logs: reward functions see them."""
     plain = {name: it.item() if isinstance(it, np.generic) else it for name, it in vars(state).items()}
     return {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
 

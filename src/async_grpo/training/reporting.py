@@ -88,8 +88,7 @@ class LogCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._log.step_done(state.global_step, self._latest())  # the trainer logs a step after `on_step_end`
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._log.step_done(state.global_step, self._latest())
+    on_train_end = on_step_begin
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
         self._log.logged(state.global_step, logs, self._sampled_with)

@@ -7,7 +7,6 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
 from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consumed
@@ -23,6 +22,7 @@ from async_grpo.training.job_issuer import JobIssuer, SeenOfTrainer
 from async_grpo.training.quotas import Quotas, with_each_task
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
+from async_grpo.training.weight_publisher import WeightPublisher
 
 UNIFORM_ROUNDS = 10  # rounds of groups with equal rewards in a row; then train on them anyway
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
@@ -31,21 +31,6 @@ MIN_FAILURES = 8  # in a row that end a run: a whole small batch may fail by cha
 
 class StopTraining(Exception):  # no error: the run was asked to end
     """Raised out of a wait for rollouts when the run was asked to stop."""
-
-
-class Publisher(Protocol):
-    """What the source asks of who publishes the weights, such as `WeightPublisher`."""
-
-    @property
-    def version(self) -> int | None:
-        """The newest version that workers can see, None before the first."""
-
-    @property
-    def held_at(self) -> int | None:
-        """The newest version that they may see for now; None: any."""
-
-    def retry(self) -> None:
-        """Publish what is due, if anything is."""
 
 
 class _Patience:
@@ -83,7 +68,7 @@ class RolloutSource:
         queue: ServerQueue,
         issuer: JobIssuer,
         schedule: Schedule,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         history: ConsumptionRecord,
         metrics: RolloutMetrics,
         should_stop: Callable[[], bool],
