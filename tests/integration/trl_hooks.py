@@ -200,6 +200,8 @@ def _private_names(tree: ast.Module) -> Iterator[tuple[str, bool]]:
                 yield node.attr, _is_self(node.value)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
             yield node.value, False
+        elif isinstance(node, ast.keyword) and node.arg is not None and node.arg.startswith("__"):
+            yield node.arg, False  # `instead(GRPOTrainer, __init__=…)`
 
 
 def assigned_to_self(tree: ast.Module) -> Iterator[str]:

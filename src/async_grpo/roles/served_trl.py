@@ -27,6 +27,7 @@ from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import RunDir
 from async_grpo.serving.vllm_server import END_S, NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port
 from async_grpo.setup.generator_choice import refuse_own_server
+from async_grpo.setup.replaced import instead
 
 HOOKS = ("_init_vllm", "sync_weights", "generate")  # of VLLMGeneration
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -44,12 +45,10 @@ def own_server(run_dir: Path, devices: str | None, ready_s: float = READY_S) -> 
         ready_s: seconds after its start in which the server has to answer.
     """
     server = OwnServer(run_dir, devices, ready_s)
-    theirs = grpo_trainer.VLLMGeneration
-    grpo_trainer.VLLMGeneration = partial(ServedGeneration, server)
     try:
-        yield server
+        with instead(grpo_trainer, VLLMGeneration=partial(ServedGeneration, server)):
+            yield server
     finally:
-        grpo_trainer.VLLMGeneration = theirs
         server.end()
 
 

@@ -30,6 +30,7 @@ from typing import Any, ParamSpec, TypeVar
 from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.log import logger
 from async_grpo.setup.process import leave_at_once
+from async_grpo.setup.replaced import instead
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -281,8 +282,5 @@ def _refusals_are_counted() -> Iterator[None]:
             _refused.count += 1
         return original(number, handler)
 
-    module.signal = counting
-    try:
+    with instead(module, signal=counting):
         yield
-    finally:
-        module.signal = original

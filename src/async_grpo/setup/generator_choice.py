@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.settings import WorkerSettings
-from async_grpo.setup.replaced import naming_arguments
+from async_grpo.setup.replaced import instead, naming_arguments
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -51,11 +51,8 @@ def engines_left_to_workers() -> Iterator[None]:
         if requested:
             setattr(self, _REQUEST, True)
 
-    GRPOTrainer.__init__ = build_without_engine
-    try:
+    with instead(GRPOTrainer, __init__=build_without_engine):
         yield
-    finally:
-        GRPOTrainer.__init__ = build
 
 
 def wants_vllm(trainer: GRPOTrainer | None) -> bool:

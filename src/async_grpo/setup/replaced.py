@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -133,6 +134,19 @@ def naming_arguments(cls: Any) -> Callable[..., dict[str, Any]]:
         return signature.bind_partial(*args, **known).arguments
 
     return named
+
+
+@contextmanager
+def instead(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside this block, these attributes of a class or module have other values."""
+    before = {name: vars(owner)[name] for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def users_class(trainer: Any) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from async_grpo.setup.replaced import naming_arguments
+from async_grpo.setup.replaced import instead, naming_arguments
 from async_grpo.setup.trl_compat import is_adapter
 
 _OFF_THE_HUB: dict[str, Any] = {"push_to_hub": False, "log_completions_hub_repo": None}
@@ -41,13 +41,9 @@ def built_for_a_worker(ranks: int, *, policy_on_cpu: bool = False) -> Iterator[N
     """
     from transformers import TrainingArguments
 
-    world_size = vars(TrainingArguments)["world_size"]
-    TrainingArguments.world_size = property(lambda self: ranks)
-    try:
-        with _built_with(partial(_for_a_worker, policy_on_cpu=policy_on_cpu), policy_on_cpu=policy_on_cpu):
-            yield
-    finally:
-        TrainingArguments.world_size = world_size
+    built = _built_with(partial(_for_a_worker, policy_on_cpu=policy_on_cpu), policy_on_cpu=policy_on_cpu)
+    with instead(TrainingArguments, world_size=property(lambda self: ranks)), built:
+        yield
 
 
 def stays_as_loaded(model: Any) -> bool:
@@ -69,23 +65,11 @@ def _for_a_worker(given: Mapping[str, Any], *, policy_on_cpu: bool) -> dict[str,
 
 
 @contextmanager
-def _not_moved() -> Iterator[None]:
-    """transformers' `Trainer` leaves its model where it is."""
-    from transformers import TrainingArguments
-
-    places = vars(TrainingArguments)["place_model_on_device"]
-    TrainingArguments.place_model_on_device = property(lambda self: False)
-    try:
-        yield
-    finally:
-        TrainingArguments.place_model_on_device = places
-
-
-@contextmanager
 def _built_with(
     changes_for: Callable[[Mapping[str, Any]], Mapping[str, Any]], *, policy_on_cpu: bool = False
 ) -> Iterator[None]:
     """While a `GRPOTrainer` is built, its configuration has these values; afterwards the user's, but for `KEPT`."""
+    from transformers import TrainingArguments
     from trl import GRPOTrainer
 
     build = GRPOTrainer.__init__
@@ -100,14 +84,12 @@ def _built_with(
         kept = {name: getattr(config, name) for name in changes}
         vars(config or self).update(changes)
         try:
-            with _not_moved() if stays else nullcontext():
+            left = {"place_model_on_device": property(lambda self: False)} if stays else {}
+            with instead(TrainingArguments, **left):
                 build(self, *args, **kwargs)
         finally:
             vars(config or self).update({name: value for name, value in kept.items() if name not in KEPT})
         vars(self).update({name: kept[name] for name in _COPIED & kept.keys()})
 
-    GRPOTrainer.__init__ = build_changed
-    try:
+    with instead(GRPOTrainer, __init__=build_changed):
         yield
-    finally:
-        GRPOTrainer.__init__ = build

@@ -375,7 +375,7 @@ def test_a_reward_that_cannot_be_called_here_is_refused_in_one_process_too(
         "_distributed": refused,
     }.items():
         monkeypatch.setattr(describe, name, stand_in)
-    monkeypatch.setattr(describe, "_make_no_folder", lambda: None)
+    monkeypatch.setattr(describe, "_change_arguments", lambda ranks: None)
     found = describe.main(json.loads(json.dumps(as_json(Question(plan=planned(tmp_path / "setup.py"))))))
     assert (found["error"], found["runs_alone"]) == ("not distributed", needs == "what is here")
 

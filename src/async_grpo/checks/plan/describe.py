@@ -49,11 +49,9 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     plan, settings = question.plan, question.plan.training
     try:
         check_torch_sees(plan.master_device)
-        _make_no_folder()
         file = plan.launch.accelerate_config
         ranks = None if file is None else AccelerateConfig.read(file)
-        if ranks is not None:
-            _count_batches_as(ranks)
+        _change_arguments(ranks)
         trainer = load_trainer(
             plan.config,
             engine_here=False,
@@ -110,18 +108,13 @@ def _has_what_it_needs(trainer: GRPOTrainer) -> bool:
     return True
 
 
-def _make_no_folder() -> None:
-    """Have a trainer make no `output_dir`, in this process, which ends with its answer."""
+def _change_arguments(ranks: AccelerateConfig | None) -> None:
+    """In this process, which ends with its answer: make no `output_dir`, and count batches as each rank does."""
     from transformers import TrainingArguments
 
     TrainingArguments.should_save = property(lambda self: False)
-
-
-def _count_batches_as(ranks: AccelerateConfig) -> None:
-    """Let TRL do its arithmetic of batches as in each of the processes."""
-    from transformers import TrainingArguments
-
-    TrainingArguments.world_size = property(lambda self: ranks.processes)
+    if ranks is not None:
+        TrainingArguments.world_size = property(lambda self: ranks.processes)
 
 
 def _layout(ranks: AccelerateConfig | None, trainer: GRPOTrainer) -> CheckpointLayout:

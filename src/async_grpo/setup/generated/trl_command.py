@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from async_grpo.errors import SetupFileError, UsageError
 from async_grpo.setup.generated.trl_arguments import environment_of, unrecognized
 from async_grpo.setup.grpo_config.batch import BatchError
+from async_grpo.setup.replaced import instead
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -84,13 +85,11 @@ def _built_by(main: Any, parsed: Sequence[Any]) -> GRPOTrainer:
     def build(*args: Any, **kwargs: Any) -> NoReturn:
         raise _Built(trainer_class(*args, **kwargs))
 
-    trl.GRPOTrainer = build
     try:
-        main(*parsed)
+        with instead(trl, GRPOTrainer=build):
+            main(*parsed)
     except _Built as built:
         return built.trainer
-    finally:
-        trl.GRPOTrainer = trainer_class
     raise SetupFileError(
         "TRL's command has made no trainer: this version of TRL builds it in another way. Install the tested version "
         "(`async-grpo doctor` names it), or write a setup file: async-grpo init my_trainer.py."
