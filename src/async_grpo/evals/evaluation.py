@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from loguru import logger
+
 from async_grpo.evals.asking import Asking
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
+from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
 from async_grpo.queue.server import FOR_EVALUATIONS
 from async_grpo.records import Job, RolloutGroup, seed_from
+from async_grpo.settings import TrainingSettings
 
 OPEN_AT_A_TIME = FOR_EVALUATIONS  # problems; nobody issues more during an optimizer step
 
@@ -117,3 +122,33 @@ class Evaluation:
 def problem_seed(seed: int, problem: int) -> int:
     """The seed of a problem's completions: the same for every version, so that versions differ by their weights."""
     return seed_from(f"evaluation:{seed}:{problem}")
+
+
+def say_what_is_evaluated(problems: Sequence[Problem], settings: TrainingSettings) -> None:
+    """Say what the user may not expect: that there are evaluations, that there are none, or what is odd about them."""
+    asked = settings.eval_every not in (0, TrainingSettings().eval_every)
+    if asked and not problems:
+        logger.warning("--eval-every: the setup file's trainer has no eval_dataset, so nothing is evaluated")
+    if not problems or not settings.eval_every:
+        return
+    if not asked:
+        logger.info(
+            "the trainer has an eval_dataset, so the workers answer its {} {}every {} and at the end. --eval-every 0 "
+            "turns this off",
+            counted(len(problems), "problem"),
+            "" if settings.no_eval_first else "before the first step, ",
+            counted(settings.eval_every, "step"),
+        )
+    warn_of_duplicates(problems)
+
+
+def warn_of_duplicates(problems: Sequence[Problem]) -> None:
+    """Warn where a row of the evaluation data is there more than once."""
+    different = {json.dumps(problem, sort_keys=True, default=repr) for problem in problems}
+    if again := len(problems) - len(different):
+        logger.warning(
+            "{} of the {} problems of the eval_dataset are equal to an earlier one. Each counts as a problem of its "
+            "own, so the intervals are too narrow: leave them out",
+            again,
+            len(problems),
+        )

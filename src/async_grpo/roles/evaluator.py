@@ -11,8 +11,7 @@ from async_grpo.archive.groups import FinishedGroups
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
-from async_grpo.evals.evaluation import Evaluation
-from async_grpo.evals.problems import warn_of_duplicates
+from async_grpo.evals.evaluation import Evaluation, warn_of_duplicates
 from async_grpo.evals.report import EvaluationLedger, Judge, compare, sampling_in_words
 from async_grpo.formatting import counted
 from async_grpo.log import logger

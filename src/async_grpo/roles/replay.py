@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.records import RolloutGroup
-from async_grpo.roles.replay_folder import made
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.settings import TrainingSettings
@@ -31,6 +32,8 @@ from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
 from async_grpo.training.corrections.rule import Rule, rule_of
 
+DEFAULT = Path("outputs/replay-N")  # N: the first number that no folder has
+_CHECKPOINT = re.compile(r"checkpoint-\d+.*")
 CHUNK_BYTES = 1 << 20  # a file of weights may be larger than the memory
 
 
@@ -289,3 +292,53 @@ def checkpoint_digest(folder: Path) -> str:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+@contextmanager
+def made(named: Path | None) -> Iterator[Path]:
+    """Make the folder that the command line named, or the next `outputs/replay-N`: nothing that is there is replaced.
+
+    It is removed again if nothing was written into it.
+
+    Raises:
+        UsageError: it is in use, or has the name of a checkpoint.
+    """
+    folder = _next_folder() if named is None else _own_folder(named)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # refuses a folder that has something in it
+
+
+def _own_folder(folder: Path) -> Path:
+    if (problem := _problem_of(folder)) is not None:
+        raise UsageError(
+            f"--output-dir {folder}: {problem} Name a folder that does not exist yet, or leave the option out: the "
+            f"weights go to {DEFAULT} then."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _problem_of(folder: Path) -> str | None:
+    if folder.is_dir() and any(folder.iterdir()):
+        return "it has files in it, and a replay replaces nothing."
+    if (folder.is_symlink() or folder.exists()) and not folder.is_dir():
+        return "it is no folder."
+    here = folder.resolve()
+    if _CHECKPOINT.fullmatch(here.name):
+        return "that is the name of a checkpoint of a run, and a replay is none."
+    for above in here.parents:
+        if RunDir(above).state_file.exists() or _CHECKPOINT.fullmatch(above.name):
+            return f"it is in {above}, which is a run's."
+    return None
+
+
+def _next_folder() -> Path:
+    for number in count(1):
+        folder = DEFAULT.with_name(DEFAULT.name.replace("N", str(number)))
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("count() has no end")

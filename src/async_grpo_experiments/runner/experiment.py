@@ -58,28 +58,27 @@ def ranks_command(processes: int, root: Path, stage: Stage, token: str) -> list[
 
 def check_stages(config: ExperimentConfig) -> None:
     """Have a child with torch read the keys of the algorithms and the datasets. `UsageError` with what it says."""
-    found = subprocess.run(
-        [*STAGES, "check"], input=json.dumps(as_json(config)), text=True, capture_output=True, check=False
-    )
-    if found.returncode:
-        raise UsageError(last_line(found.stderr).removeprefix("error: "))
+    _asked("check", config)
 
 
 def ask_forecast(config: ExperimentConfig) -> dict[str, StageForecast]:
     """What stages need, by kind, which a child with torch answers. `UsageError` with why it cannot."""
-    command = [*STAGES, "forecast"]
     try:
-        found = subprocess.run(
-            command, input=json.dumps(as_json(config)), text=True, capture_output=True, check=False, timeout=FORECAST_S
-        )
+        answer = _asked("forecast", config, FORECAST_S)
+        return shaped(dict[str, StageForecast], json.loads(last_line(answer)), "the forecast")
     except subprocess.TimeoutExpired:
         raise UsageError(f"models and datasets were not read within {FORECAST_S:g} s") from None
-    if found.returncode:
-        raise UsageError(last_line(found.stderr).removeprefix("error: "))
-    try:
-        return shaped(dict[str, StageForecast], json.loads(last_line(found.stdout)), "the forecast")
     except (BadFileError, ValueError) as error:
         raise UsageError(f"the forecast cannot be read: {error}") from error
+
+
+def _asked(question: str, config: ExperimentConfig, timeout_s: float | None = None) -> str:
+    """What a process with torch prints of the configuration. `UsageError` with what it says where it refuses."""
+    text = json.dumps(as_json(config))
+    found = subprocess.run([*STAGES, question], input=text, text=True, capture_output=True, timeout=timeout_s)
+    if found.returncode:
+        raise UsageError(last_line(found.stderr).removeprefix("error: "))
+    return found.stdout
 
 
 def run_experiment(

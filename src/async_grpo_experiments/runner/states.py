@@ -43,18 +43,14 @@ class MadeOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(MadeOf):
     """What a folder holds and what it was made of.
 
     Attributes:
         files: hash of each file, by its path in the folder.
-        inputs: digest of each stage that was needed, by name.
-        keys: part of the configuration that made it, flat.
     """
 
     files: dict[str, str]
-    inputs: dict[str, str]
-    keys: dict[str, Any]
     attempt: str
 
 

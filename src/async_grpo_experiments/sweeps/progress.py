@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.evals import report
-from async_grpo.roles.plain_trl import PROGRESS, read_progress
-from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.roles.plain_trl import PROGRESS, PlainProgress, read_progress
+from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry import entries
@@ -81,10 +81,12 @@ def _plain(run: Run) -> Progress:
 def unfinished(run: Run) -> str:
     """Why a run is not done although its process ended well; empty if it is done."""
     try:
-        ended, step = _end_of(run)
+        found = _written(run)
     except (RunDirError, OSError) as error:
         return str(error)
-    return "" if ended == FINISHED else f"its process ended at step {step}, before the run was finished"
+    if found is not None and found.state == FINISHED:
+        return ""
+    return f"its process ended at step {found.step if found is not None else 0}, before the run was finished"
 
 
 class Reason:
@@ -102,10 +104,7 @@ class Reason:
         if self._written() == self._before:
             return ""
         with suppress(RunDirError, OSError):
-            if self._run.sweep.mode == ASYNC:
-                state = RunDir(self._run.run_dir).read_state()
-                return state.why if state is not None else ""
-            found = read_progress(self._run.run_dir)
+            found = _written(self._run)
             return found.why if found is not None else ""
         return ""
 
@@ -116,13 +115,9 @@ class Reason:
         return None
 
 
-def _end_of(run: Run) -> tuple[str, int]:
-    """The state that the run has written, and its step."""
-    if run.sweep.mode == ASYNC:
-        state = RunDir(run.run_dir).read_state()
-        return (state.state, state.step) if state is not None else ("not begun", 0)
-    found = read_progress(run.run_dir)
-    return (found.state, found.step) if found is not None else ("not begun", 0)
+def _written(run: Run) -> RunState | PlainProgress | None:
+    """What the run has written of itself; None where it has not begun."""
+    return RunDir(run.run_dir).read_state() if run.sweep.mode == ASYNC else read_progress(run.run_dir)
 
 
 def steps_left(run: Run) -> int | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
 
 from async_grpo.formatting import eta
+from async_grpo_experiments.slots.gpu_driver import mean_percent
 from async_grpo_experiments.slots.ledger import RUNNING, WAITING, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.screen import QueueScreen, drawn
 from async_grpo_experiments.sweeps.plan import Run, Sweep
 from async_grpo_experiments.sweeps.progress import Progress, progress_of
-from async_grpo_experiments.sweeps.usage import Usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,3 +87,37 @@ def _in_words(row: tuple[str, ...]) -> str:
     named = dict(zip(COLUMNS, row, strict=True))
     parts = [f"{name} {named[name]}" for name in COLUMNS[3:] if named[name]]
     return f"seed {named['seed']}: {', '.join([named['state'], *parts])}"
+
+
+class _Spent(NamedTuple):
+    at: float  # monotonic
+    cpu_s: float
+
+
+class Usage:
+    """Cores and GPUs in use by the runs of a sweep. Nothing here waits."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last: dict[str, _Spent] = {}  # by run
+
+    def of(self, run: str, pids: Sequence[int], gpus: Sequence[str]) -> str:
+        """`GPU 87%`, or `1.8 cores` of a run without GPUs; empty at the first look."""
+        if not gpus:
+            return self._cores(run, pids)
+        percent = mean_percent(gpus)
+        return "" if percent is None else f"GPU {percent:.0f}%"
+
+    def _cores(self, run: str, pids: Sequence[int]) -> str:
+        spent, before = _Spent(self._now(), sum(map(_cpu_s, pids))), self._last.get(run)
+        self._last[run] = spent
+        if before is None or spent.cpu_s < before.cpu_s or spent.at <= before.at:
+            return ""
+        return f"{(spent.cpu_s - before.cpu_s) / (spent.at - before.at):.1f} cores"
+
+
+def _cpu_s(pid: int) -> float:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0

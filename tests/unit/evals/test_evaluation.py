@@ -14,8 +14,7 @@ import pytest
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import DiskFullError
-from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem
-from async_grpo.evals.problems import say_what_is_evaluated, warn_of_duplicates
+from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem, say_what_is_evaluated, warn_of_duplicates
 from async_grpo.evals.report import Evaluated, EvaluationLedger, Judge, before_and_after, read
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue

@@ -8,8 +8,7 @@ import pytest
 from archived_run import ArchivedRun
 
 from async_grpo.errors import RunDirError, UsageError
-from async_grpo.roles.replay import ReplayOptions, run_replay
-from async_grpo.roles.replay_folder import made
+from async_grpo.roles.replay import ReplayOptions, made, run_replay
 
 
 @pytest.fixture(autouse=True)

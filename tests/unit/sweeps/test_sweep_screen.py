@@ -15,8 +15,7 @@ from sweep_yard import SweepYard
 from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.sweeps import usage
-from async_grpo_experiments.sweeps.screen import SweepScreen, table
+from async_grpo_experiments.sweeps.screen import SweepScreen, Usage, table
 
 
 def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:
@@ -55,7 +54,7 @@ def test_a_line_a_minute_where_there_is_no_terminal(yard: SweepYard, capsys: pyt
 
 def test_cores_are_counted_between_two_looks() -> None:
     times = iter([0.0, 1e-9])
-    used = usage.Usage(now=lambda: next(times))
+    used = Usage(now=lambda: next(times))
     assert used.of("run", [os.getpid()], ()) == ""
     assert used.of("run", [os.getpid()], ()).endswith(" cores")
 
@@ -99,10 +98,10 @@ def test_the_use_of_gpus_comes_from_the_driver(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver())
-    assert usage.Usage().of("run", (), gpus) == shown
+    assert Usage().of("run", (), gpus) == shown
 
 
 def test_without_a_driver_nothing_is_said_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(there=False))
-    assert usage.Usage().of("run", (), ["0"]) == ""
+    assert Usage().of("run", (), ["0"]) == ""
