@@ -160,10 +160,6 @@ class Board:
                     self._add_step(files, news)
         return steps, missing
 
-    def _time_of(self, step: int) -> float:
-        """Approximate wall clock time of a step: TensorBoard also draws series over time."""
-        return self._times[max(known for known in self._times if known <= step)]
-
     def _add_step(self, files: EventFiles, used: UsedStep) -> None:
         step, at = used.step, self._times[used.step]
         for tag, value in series.scalars(used).items():
@@ -185,8 +181,9 @@ class Board:
             self.skipped[f"{name}:{number}"] = f"Line {number} of {name} is broken: {reason}."
         for entry in entries:
             step = step_of(entry)
+            at = self._times[max(known for known in self._times if known <= step)]  # about when it was
             for tag, value in series.logged(entry):
-                files.scalar(_RUN, tag, value, step, self._time_of(step))
+                files.scalar(_RUN, tag, value, step, at)
         return len(entries)
 
 

@@ -54,7 +54,7 @@ def append_queue(trainer: GRPOTrainer, queue: ServerQueue, metrics: RolloutMetri
         version: the newest that workers can see.
     """
     counts = queue.counts()
-    metrics.workers_alive(sum(worker.workers for worker in queue.workers()))
+    metrics.workers = sum(worker.workers for worker in queue.workers())
     for name, value in (
         ("async/queue_pending", counts.pending),
         ("async/queue_processing", counts.processing),

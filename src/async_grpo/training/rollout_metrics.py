@@ -23,7 +23,7 @@ class RolloutMetrics:
         self._append = append
         self._started = self._last_batch = time.monotonic()
         self._before: dict[str, int] = {}  # what a resumed run had done
-        self._workers = 0
+        self.workers = 0  # alive
         self._last_wait_s = 0.0
         self._server_overhead_s = 0.0  # since the last batch
         self._spent_on_dropped: list[Timings] = []  # since the last batch
@@ -45,9 +45,6 @@ class RolloutMetrics:
     def training_begins(self) -> None:
         """The clock of the summary's shares and rates starts when the trainer could first use a rollout."""
         self._started = self._last_batch = time.monotonic()
-
-    def workers_alive(self, count: int) -> None:
-        self._workers = count
 
     def waited(self, seconds: float, *, busy: float = 0.0) -> None:
         """The trainer waited for rollouts, `busy` seconds of it with the queue's files."""
@@ -77,7 +74,7 @@ class RolloutMetrics:
         self.groups += len(batch)
         self.busy_s += busy
         self.overhead_s += overhead
-        self.worker_s += self._workers * elapsed
+        self.worker_s += self.workers * elapsed
         self.staleness_sum += sum(staleness)
         self.staleness_max = max(self.staleness_max, *staleness)
 
@@ -87,9 +84,9 @@ class RolloutMetrics:
             self._append(f"async/staleness_{half}", mean(versions))
         self._append("async/rollouts_per_second", rollouts / elapsed)
         self._append("async/trainer_wait_fraction", min(1.0, self._last_wait_s / elapsed))
-        self._append("async/overhead_fraction", min(1.0, overhead / ((1 + self._workers) * elapsed)))
-        if self._workers:
-            self._append("async/worker_busy_fraction", min(1.0, busy / (self._workers * elapsed)))
+        self._append("async/overhead_fraction", min(1.0, overhead / ((1 + self.workers) * elapsed)))
+        if self.workers:
+            self._append("async/worker_busy_fraction", min(1.0, busy / (self.workers * elapsed)))
 
     def tasks_missing(self, count: int | None) -> None:
         """The batch has no group of so many tasks. None: it need not have all."""
@@ -101,9 +98,6 @@ class RolloutMetrics:
         self.dropped += 1
         self._spent_on_dropped.append(group.timings)
         self._append("async/dropped_length", float(group.completion_lengths.mean()))
-
-    def job_quarantined(self) -> None:
-        self.quarantined += 1
 
     def totals(self) -> dict[str, float | int]:
         """The summary's figures about rollouts, under the names of `summary.json`."""

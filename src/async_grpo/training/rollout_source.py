@@ -377,7 +377,7 @@ class RolloutSource:
         self._forget(seq)
         insort(self.unusable, seq)
         self._failed_in_a_row += 1
-        self._metrics.job_quarantined()
+        self._metrics.quarantined += 1
         last_line = reason.strip().rsplit("\n", 1)[-1]
         logger.warning("prompt group {} failed for good and is set aside in quarantine/: {}", seq, last_line)
         if self._failed_in_a_row >= max(self._schedule.groups_per_round, MIN_FAILURES):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.tasks.sampler import TaskSampler
+from async_grpo.tasks.trainer import TaskSampler
 
 TASKS = ["math"] * 10 + ["logic"] * 2 + ["code"] * 4
 

@@ -47,7 +47,7 @@ def test_figures_of_a_batch(clock: Clock) -> None:
     logged: dict[str, float] = {}
     metrics = RolloutMetrics(logged.__setitem__)
     metrics.training_begins()
-    metrics.workers_alive(2)
+    metrics.workers = 2
     busy = Timings(adopt_s=0.5, generate_s=3.0, score_s=0.5)
     clock.now += 10.0
     metrics.waited(4.0)
@@ -80,7 +80,7 @@ def test_workers_are_busy_with_groups_that_are_dropped_too(clock: Clock) -> None
     logged: dict[str, float] = {}
     metrics = RolloutMetrics(logged.__setitem__)
     metrics.training_begins()
-    metrics.workers_alive(1)
+    metrics.workers = 1
     group = make_group(make_job(0), 0, timings=Timings(adopt_s=0.5, generate_s=1.5, queue_s=0.5))
     for dropped, busy, overhead in ((3, 0.8, 0.2), (0, 0.2, 0.05)):
         for _ in range(dropped):
@@ -96,13 +96,13 @@ def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) 
     metrics = RolloutMetrics(lambda name, value: None)
     clock.now += 1000.0  # loading
     metrics.training_begins()
-    metrics.workers_alive(1)
+    metrics.workers = 1
     for staleness in (0, 2):
         clock.now += 10.0
         metrics.waited(5.0)
         group = make_group(make_job(0, 4), 10 - staleness, timings=Timings(generate_s=2.5))
         metrics.batch_taken([group], 10)
-    metrics.job_quarantined()
+    metrics.quarantined += 1
     metrics.group_dropped(group)
     assert metrics.totals() == {
         "rollouts": 8,
@@ -125,7 +125,7 @@ def test_totals_of_a_run_that_took_no_batch() -> None:
 def test_shares_never_exceed_one(clock: Clock) -> None:
     logged: dict[str, float] = {}
     metrics = RolloutMetrics(logged.__setitem__)
-    metrics.workers_alive(1)
+    metrics.workers = 1
     clock.now += 1.0
     metrics.waited(50.0)
     metrics.batch_taken([make_group(make_job(0), 0, timings=Timings(generate_s=70.0))], 0)

@@ -127,7 +127,8 @@ def _complaints(facts: TrainerFacts, gpus: int) -> Iterator[Finding]:
     elif facts.padding_token is None:
         fix = "Set tokenizer.pad_token (not to the end-of-text token)."
         yield error("tokenizer", "it has no padding token", fix)
-    if facts.precision == "fp16" and "float16" in facts.parameters.dtypes and _trained_in_two_bytes(facts):
+    in_two_bytes = facts.parameters.trained_bytes == 2 * facts.parameters.trained
+    if facts.precision == "fp16" and "float16" in facts.parameters.dtypes and in_two_bytes:
         found = f"fp16, weights in {types}: gradients of fp16 weights cannot be unscaled"
         yield error("precision", found, "bf16=True, or weights in float32.")
     elif gpus and facts.precision == "fp32" and "float32" in facts.parameters.dtypes:
@@ -141,10 +142,6 @@ def _complaints(facts: TrainerFacts, gpus: int) -> Iterator[Finding]:
     if facts.save_strategy == "no":
         found = "none are saved (save_strategy='no'): a run that is killed starts again from step 0"
         yield warning("checkpoints", found, "save_strategy='steps', save_steps=50")
-
-
-def _trained_in_two_bytes(facts: TrainerFacts) -> bool:
-    return facts.parameters.trained_bytes == 2 * facts.parameters.trained
 
 
 def _fit(facts: TrainerFacts, gpu_memory: int) -> Iterator[Finding]:

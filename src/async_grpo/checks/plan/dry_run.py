@@ -193,11 +193,6 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Rows:
     yield "correction", ", ".join([str(rule_of(training)), *extras])
 
 
-def _on_a_node(facts: TrainerFacts) -> int:
-    """Bytes of a copy of what trains, of its published versions, and of what does not."""
-    return COPIES_ON_A_NODE * version_bytes(facts) + frozen_bytes(facts)
-
-
 def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     master, workers = plan.master_device, plan.worker_devices
     if master == CPU:  # its memory is the host's
@@ -212,8 +207,8 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
         starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
     if plan.launch.ray is not None:
-        there = f"{size(_on_a_node(facts))} of the host"
-        yield "", f"each other machine: {there} for a copy of the weights and 3 versions"
+        copies = size(COPIES_ON_A_NODE * version_bytes(facts) + frozen_bytes(facts))
+        yield "", f"each other machine: {copies} of the host for a copy of the weights and 3 versions"
     for device in sorted({device for device in workers if device != master or not sharing}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
     yield from size_rows(facts, on_gpu=master != CPU)
