@@ -93,5 +93,10 @@ def one_line(text: str, most: int = 80) -> str:
     return escaped if len(escaped) <= most else f"{escaped[: most - 1]}…"
 
 
+def encodable(text: str) -> str:
+    """Text without lone surrogates, which JSON can write and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _is_harmless(char: str) -> bool:
     return char.isprintable() or char in "\t\n\u200c\u200d" or category(char) == "Zs"

@@ -74,7 +74,3 @@ def exporter_gone(pid: int) -> ExporterDiedError:
 
 def proc_path(pid: int, fd: int) -> str:
     return f"/proc/{pid}/fd/{fd}"
-
-
-def inode_of(fd: OwnedFd) -> int:
-    return os.fstat(fd.fileno()).st_ino

@@ -62,7 +62,7 @@ def differences(ours: Sequence[Answers], theirs: Sequence[Answers], ks: Iterable
     ks = sorted(set(ks))
     other = values_of(theirs, ks)
     return {
-        name: mean_with_interval(_less(values, other[name]), range_of_difference(name))
+        name: mean_with_interval([a - b for a, b in zip(values, other[name], strict=True)], range_of_difference(name))
         for name, values in values_of(ours, ks).items()
         if name in other  # only one side may have final answers
     }
@@ -173,7 +173,3 @@ def mean_with_interval(values: Sequence[float], within: Range | None = None) -> 
     half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * stdev(values) / math.sqrt(n)
     low, high = within or (-math.inf, math.inf)
     return Estimate(value=mean, low=max(low, mean - half), high=min(high, mean + half), problems=n)
-
-
-def _less(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(ours, theirs, strict=True)]

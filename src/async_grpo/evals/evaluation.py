@@ -106,7 +106,8 @@ class Evaluation:
             seq=seq,
             row=row,
             num_generations=self._replicates,
-            seed=problem_seed(self._seed, problem),
+            # The same for every version, so that versions differ by their weights.
+            seed=seed_from(f"evaluation:{self._seed}:{problem}"),
             born_version=self.version,
             min_version=self.version,
             purpose="eval",
@@ -117,11 +118,6 @@ class Evaluation:
 
     def _judged(self, problem: int, group: RolloutGroup) -> None:
         self.answers[problem] = self._judge.answers(group)
-
-
-def problem_seed(seed: int, problem: int) -> int:
-    """The seed of a problem's completions: the same for every version, so that versions differ by their weights."""
-    return seed_from(f"evaluation:{seed}:{problem}")
 
 
 def say_what_is_evaluated(problems: Sequence[Problem], settings: TrainingSettings) -> None:

@@ -309,11 +309,25 @@ class NotHere:
         self._view.refuse(self._name, self._why)
 
 
-class MetricsToAdd:
-    """`_metrics` of one mode: what is added is sent to the server, which has what was added before."""
+class _AddOnly:
+    """What is added is sent to the server, which has what was added before."""
 
     def __init__(self, view: TrainerView, mode: str) -> None:
         self._view, self._mode = view, mode
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._read()
+
+    def _read(self, *_: Any, **__: Any) -> NoReturn:
+        self._view.refuse("trainer._metrics", "what was logged is in the server. Only append to [mode][name]")
+
+    __iter__ = __len__ = __contains__ = _read
+
+
+class MetricsToAdd(_AddOnly):
+    """`_metrics` of one mode."""
 
     def __getitem__(self, name: str) -> _Values:
         return _Values(self._view, self._mode, name)
@@ -328,22 +342,13 @@ class MetricsToAdd:
         elif not isinstance(values, _Values):  # `+=` has added them
             self._view.refuse(f"trainer._metrics[{self._mode!r}][{name!r}] = …", "it is the server's. Append to it")
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._read()
 
-    def _read(self, *_: Any, **__: Any) -> NoReturn:
-        self._view.refuse("trainer._metrics", "what was logged is in the server. Only append to [mode][name]")
-
-    __iter__ = __len__ = __contains__ = _read
-
-
-class _Values:
+class _Values(_AddOnly):
     """The values of one metric."""
 
     def __init__(self, view: TrainerView, mode: str, name: str) -> None:
-        self._view, self._mode, self._name = view, mode, name
+        super().__init__(view, mode)
+        self._name = name
 
     def append(self, value: float) -> None:
         self._view.added[self._mode][self._name].append(value)
@@ -355,15 +360,7 @@ class _Values:
         self.extend(values)
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._read()
-
-    def _read(self, *_: Any, **__: Any) -> NoReturn:
-        MetricsToAdd(self._view, self._mode)._read()
-
-    __iter__ = __len__ = __contains__ = __getitem__ = __setitem__ = __eq__ = _read
+    __getitem__ = __setitem__ = __eq__ = _AddOnly._read
     __hash__ = object.__hash__
 
 

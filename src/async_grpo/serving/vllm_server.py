@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import psutil
 
@@ -168,11 +168,9 @@ class VLLMServerProcess:
 
     def _has_port(self, process: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):  # a child may have ended
-            return any(map(self._is_its_port, process.net_connections("tcp")))
+            listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            return any(one.laddr.port == self.port for one in listening)
         return False
-
-    def _is_its_port(self, connection: Any) -> bool:
-        return connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until it answers; it is started again if it is killed meanwhile, or its port was taken from it.

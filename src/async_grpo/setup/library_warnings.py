@@ -22,16 +22,21 @@ def show_library_warnings() -> None:
     """From now on in this process. Harmless to call twice."""
     if getattr(warnings.showwarning, "__self__", None) is not None:
         return
-    kinds = _Kinds()
-    warnings.showwarning = _ShownWarnings(kinds, warnings.showwarning).show
+    kinds = _Kinds(warnings.showwarning)
+    warnings.showwarning = kinds.show
     for library in LIBRARIES:
         logging.getLogger(library).addHandler(_ShownRecords(kinds))
 
 
 class _Kinds:
-    """Says what each place in a library warns of first."""
+    """Says what each place in a library warns of first.
 
-    def __init__(self) -> None:
+    Args:
+        otherwise: shows what the filters of warnings let through, where nothing is said of it here.
+    """
+
+    def __init__(self, otherwise: Any) -> None:
+        self._otherwise = otherwise
         self._known: set[tuple[str, int]] = set()
 
     def tell(self, module: str, line: int, text: str) -> bool:
@@ -42,18 +47,12 @@ class _Kinds:
         logger.warning("{} {}: {}", SAID_BY, module, " ".join(text.removeprefix(_RANK_0).split()))
         return True
 
-
-class _ShownWarnings:
-    """`warnings.showwarning`, for what the filters of warnings let through."""
-
-    def __init__(self, kinds: _Kinds, otherwise: Any) -> None:
-        self._kinds, self._otherwise = kinds, otherwise
-
     def show(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        """In the place of `warnings.showwarning`."""
         warner = sys._getframe(2)  # it calls `warnings.warn`, which names the caller of a function that is misused
         module = str(warner.f_globals.get("__name__", ""))
         ours = module.partition(".")[0] in LIBRARIES
-        if not (ours and self._kinds.tell(module, warner.f_lineno, str(message))):
+        if not (ours and self.tell(module, warner.f_lineno, str(message))):
             self._otherwise(message, *args, **kwargs)
 
 

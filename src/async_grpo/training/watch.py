@@ -65,8 +65,9 @@ class Watch:
         for name, now in values:
             before = self._before.get(name)
             if now != before:
+                was, is_now = reprlib.repr(before), reprlib.repr(now)  # a reward model would print its layers
                 raise RunRefused(
-                    f"{name} has changed during the run, from {_short(before)} to {_short(now)}. Workers and the "
+                    f"{name} has changed during the run, from {was} to {is_now}. Workers and the "
                     f"schedule of jobs have it as the setup file set it. {_way_out(name)}"
                 )
 
@@ -88,10 +89,6 @@ def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set and buffer.numel() <= _LARGEST_BUFFER:
                 yield name, buffer
-
-
-def _short(value: Any) -> str:
-    return reprlib.repr(value)  # a reward model would print its layers
 
 
 def _way_out(name: str) -> str:

@@ -1,6 +1,7 @@
 """Blocks in one memfd: for CPUs, and for GPUs that cannot do CUDA IPC."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from mmap import mmap
@@ -34,11 +35,10 @@ class PosixExport:
         self.blocks: Sequence[Tensor] = [whole[start : start + nbytes] for start, nbytes in self._ranges]
 
     def describe(self) -> dict[str, Any]:
-        inode = memfd.inode_of(self._fd)
         return {
             "kind": "posix",
             "fd": self._fd.fileno(),
-            "inode": inode,
+            "inode": os.fstat(self._fd.fileno()).st_ino,
             "nbytes": self._nbytes,
             "blocks": [{"offset": start, "nbytes": nbytes} for start, nbytes in self._ranges],
         }

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_grpo.formatting import encodable, one_line
+
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -149,7 +151,7 @@ def _check_parameters(given: Mapping[str, Any], rules: Rules) -> None:
 def _check_sampling(name: str, value: Any, allowed: Sequence[float]) -> None:
     if isinstance(value, bool) or value not in allowed:
         raise RequestRefusal(
-            f"{name}={_short(value)}, but the run samples with {allowed[0]:g}. Training needs tokens of the "
+            f"{name}={one_line(repr(value))}, but the run samples with {allowed[0]:g}. Training needs tokens of the "
             f"distribution that it trains, so a request cannot change it. Leave {name} out, or set it in the "
             "GRPOConfig.",
             code="unsupported_value",
@@ -164,7 +166,7 @@ def _unsupported(name: str, value: Any) -> RequestRefusal:
         "seed": "completions of a group have to differ, so the run seeds each of them",
     }.get(name, "what is sampled, and how, is the run's, or its log-probabilities would be of another distribution")
     return RequestRefusal(
-        f"{name}={_short(value)} is not supported here: {why}. Leave it out of the request.",
+        f"{name}={one_line(repr(value))} is not supported here: {why}. Leave it out of the request.",
         code="unsupported_parameter" if name not in _NEUTRAL else "unsupported_value",
         param=name,
     )
@@ -196,7 +198,7 @@ def read_message(given: Mapping[str, Any], place: int = 0) -> Message:
         message["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in _list_of_dicts(calls, "tool_calls")]
     for name in ("name", "tool_call_id"):
         if given.get(name) is not None:
-            message[name] = _encodable(str(given[name]))
+            message[name] = encodable(str(given[name]))
     return message
 
 
@@ -214,7 +216,7 @@ def _text(content: Any, where: str) -> str:
                 code="unsupported_value",
                 param=where,
             )
-    return _encodable("".join(part["text"] for part in parts))
+    return encodable("".join(part["text"] for part in parts))
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
             code="invalid_type",
             param=where,
         )
-    called = {name: _encodable(function[name]) for name in ("name", "arguments")}
+    called = {name: encodable(function[name]) for name in ("name", "arguments")}
     return {"id": str(call.get("id")), "type": "function", "function": called}
 
 
@@ -247,16 +249,6 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value, bool | None):
         raise RequestRefusal(f"{name} must be true or false.", code="invalid_type", param=name)
     return bool(value)
-
-
-def _encodable(text: str) -> str:
-    """Without lone surrogates, which JSON can write and no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 # Answers

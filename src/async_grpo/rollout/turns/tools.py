@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from async_grpo.errors import GeneratorError
+from async_grpo.formatting import encodable
 from async_grpo.log import logger
 from async_grpo.rollout.threads import KeptThreads, UserCode
 from async_grpo.rollout.turns.calls import Call, Outcome, Refused
@@ -364,9 +365,9 @@ def _as_exception(error: BaseException) -> Exception:
     try:
         text = str(error)
         if isinstance(error, Exception):
-            fits = len(text) <= MOST_TEXT and text == _encodable(text)
-            return error if fits else ToolFailed(_encodable(text[:SHOWN]))
-        return ToolFailed(f"Error: {type(error).__name__}: {_encodable(text[:SHOWN])}")
+            fits = len(text) <= MOST_TEXT and text == encodable(text)
+            return error if fits else ToolFailed(encodable(text[:SHOWN]))
+        return ToolFailed(f"Error: {type(error).__name__}: {encodable(text[:SHOWN])}")
     except BaseException:  # noqa: BLE001  # its `__str__` raised
         return ToolFailed(f"Error: {type(error).__name__}")
 
@@ -380,9 +381,9 @@ def readable(result: Any) -> Any:
     if not isinstance(result, list):
         whole = str(result)
         _check_length(whole)
-        return _encodable(whole)
+        return encodable(whole)
     _check_length("".join(filter(None, map(_text_of, result))))
-    return [part if (text := _text_of(part)) is None else {**part, "text": _encodable(text)} for part in result]
+    return [part if (text := _text_of(part)) is None else {**part, "text": encodable(text)} for part in result]
 
 
 def _text_of(part: Any) -> str | None:
@@ -395,10 +396,5 @@ def _check_length(text: str) -> None:
     if len(text) > MOST_TEXT:
         raise ToolFailed(
             f"Error: the result has {len(text):,} characters, and at most {MOST_TEXT:,} can be read. It begins: "
-            f"{_encodable(text[:SHOWN])}"
+            f"{encodable(text[:SHOWN])}"
         )
-
-
-def _encodable(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode()
