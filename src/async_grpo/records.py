@@ -159,7 +159,7 @@ class RolloutGroup:
     attempt: int = header("integer", "0 for the first try")
     worker: str = header("text", "the worker that generated it, e.g. dev1")
     policy_version: int = header("integer", "version of the weights that sampled it; the oldest of `token_versions`")
-    reward_names: tuple[str, ...] = header("list of text", "distinct names of the F reward functions")
+    reward_names: tuple[str, ...] = header("list of text", "names of the F reward functions")
     metrics: dict[str, list[float]] = header(
         "object of lists of numbers", "`log_metric` of the reward functions", default_factory=dict
     )
@@ -220,9 +220,6 @@ class RolloutGroup:
         item="prompt",
         default_factory=list,
     )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reward_names", tuple(distinct(self.reward_names)))
 
     def prompt(self, index: int) -> Any:
         """What completion `index` answers, text or messages; the whole row where it names no prompt."""

@@ -187,7 +187,8 @@ class Assign(Action):
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         earlier = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, {**(earlier if isinstance(earlier, dict) else {}), **dict([values])})
+        name, value = values
+        setattr(namespace, self.dest, {**(earlier if isinstance(earlier, dict) else {}), name: value})
 
 
 def setting(default: Any, help: str, **argument: Any) -> Any:

@@ -96,7 +96,7 @@ def test_a_run_that_fails_is_exit_2_with_its_sentence(case: str, tmp_path: Path)
     what, why = NOT_COMPARED[case]
     check(tmp_path, PLANTED, code=2, TEST_CASE=case, TEST_EXTRA_PATH=str(HERE))
     error = json.loads((tmp_path / "lines.json").read_text())["error"]
-    assert error.startswith(f"{what}, so there is nothing to compare. ") and why in error
+    assert error.startswith(f"{what}, so there is nothing to compare: ") and why in error
 
 
 # --- The small model of --tiny ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from async_grpo.errors import BadFileError, BadGroupError, QueueError, Unsupport
 from async_grpo.images import EncodedImage, put_back, taken_out
 from async_grpo.queue import typed
 from async_grpo.queue.schema import IMAGES, TABLE, TYPED, Dtype, Schema
-from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
+from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup, distinct
 from async_grpo.rundir.reading import parse_deep_object
 from async_grpo.tokens.kept import unpack
 
@@ -102,7 +102,7 @@ def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: s
     texts = parse_deep_object(tensors.pop("texts").tobytes())
     _together({"header": header, "texts": texts}, tensors)
     values: dict[str, Any] = {**schema.header.fields(header), **schema.texts.fields(texts), **tensors}
-    group = RolloutGroup(**values)
+    group = RolloutGroup(**{**values, "reward_names": tuple(distinct(values["reward_names"]))})
     _expect("run", group.job.run_id, run_id)
     _expect("sequence number", group.job.seq, name and name.seq)
     _expect("attempt", group.attempt, name and name.attempt)

@@ -36,12 +36,13 @@ def scalars(used: UsedStep) -> dict[str, float]:
     """Numbers of a step's groups, of which there is at least one; NaN where there is nothing to tell."""
     groups = used.groups
     staleness = _staleness(used)
+    ages = [used.version_used - found.group.job.born_version for found in groups]
     return {
         **_rewards(groups),
         f"{COMPLETIONS}/length": float(_lengths(groups).mean()),
         f"{STALENESS}/mean": float(staleness.mean()),
         f"{STALENESS}/max": float(staleness.max()),
-        f"{TIMING}/job_age_versions": float(np.mean([used.version_used - it.group.job.born_version for it in groups])),
+        f"{TIMING}/job_age_versions": float(np.mean(ages)),
         **_seconds(groups),
     }
 
@@ -85,8 +86,9 @@ def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in numbers.items():
         yield (f"{evaluation}/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"), value
     for group, names in ((THROUGHPUT, _THROUGHPUT), (STABILITY, _STABILITY)):
-        for name in filter(numbers.__contains__, names):
-            yield f"{group}/{name.removeprefix('async/')}", numbers[name]
+        for name in names:
+            if name in numbers:
+                yield f"{group}/{name.removeprefix('async/')}", numbers[name]
     rate, length = numbers.get("async/rollouts_per_second"), numbers.get("completions/mean_length")
     if rate is not None and length is not None:
         yield f"{THROUGHPUT}/tokens_per_second", rate * length

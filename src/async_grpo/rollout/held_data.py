@@ -11,6 +11,7 @@ from types import CellType, CodeType
 from typing import Any
 
 from async_grpo.log import logger
+from async_grpo.records import distinct
 from async_grpo.rollout.failures import is_users_code
 
 FIRST_CALLS = 8  # of a worker, that are looked at
@@ -47,7 +48,7 @@ class HeldData:
                     "the reward function {} changes {} when it is called: each worker has its own, and TRL has one, so "
                     "its rewards may depend on the number of workers. Compute them from what the function is given. "
                     "`async-grpo check` compares them with TRL's",
-                    names[place],
+                    distinct(names)[place],
                     ", ".join(changed),
                 )
 

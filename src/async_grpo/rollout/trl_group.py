@@ -205,8 +205,8 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
             policy_version=group.version,
             reward_names=tuple(scores.names),
             prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
-            prompt_lengths=None if one_prompt else _lengths(prompt_ids),
-            completion_lengths=_lengths(group.completion_ids),
+            prompt_lengths=None if one_prompt else np.fromiter(map(len, prompt_ids), np.int32),
+            completion_lengths=np.fromiter(map(len, group.completion_ids), np.int32),
             completion_ids=completion_ids,
             sampling_logprobs=_flat((tokens.logprobs for tokens in group.tokens), np.float32),
             tool_mask=_flat((tokens.mask for tokens in group.tokens), np.uint8) if group.has_masks else None,
@@ -236,10 +236,6 @@ def _prompts_to_store(group: GeneratedGroup) -> list[Any]:
 
 def _joined(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: [*some.get(name, []), *others.get(name, [])] for name in some | others}
-
-
-def _lengths(rows: Sequence[Any]) -> np.ndarray:
-    return np.asarray([len(row) for row in rows], dtype=np.int32)
 
 
 def _flat(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:

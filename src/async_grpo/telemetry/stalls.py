@@ -160,6 +160,8 @@ class HangDetector:
         )
 
     def _makes_no_progress(self, record: ActivityRecord, now: float) -> str:
-        if now - max(self._since, min((job.since_s for job in record.jobs), default=now)) <= self._timeout_s:
+        if not record.jobs or now - self._since <= self._timeout_s:
+            return ""
+        if now - min(job.since_s for job in record.jobs) <= self._timeout_s:
             return ""
         return f"no progress for {self._timeout_s:g} s; it was {describe(record, now)}"

@@ -22,10 +22,11 @@ _redact = Redactor()
 
 def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[str, Any]:
     """The contents of `hyperparameters.json`: JSON values only, and no secrets."""
+    model = trainer.model
     return {
-        "model": _redact(str(getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__)),
-        "parameters": sum(count(p) for p in trainer.model.parameters()),
-        "trainable_parameters": sum(count(p) for p in trainer.model.parameters() if p.requires_grad),
+        "model": _redact(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)),
+        "parameters": sum(count(p) for p in model.parameters()),
+        "trainable_parameters": sum(count(p) for p in model.parameters() if p.requires_grad),
         "reward_functions": distinct(trainer.reward_func_names),
         "reward_weights": [float(f"{float(weight):.6g}") for weight in trainer.reward_weights],
         "scale_rewards": str(trainer.scale_rewards),

@@ -523,7 +523,7 @@ def test_a_side_that_fails_is_exit_2_with_its_last_sentence(
     file.write_text("def get_trainer(): ...\n")
     monkeypatch.setattr(sys, "executable", str(python))
     assert main(["check", str(file), "--tiny", "--json", str(written)]) == 2
-    said = f"{side} ended with exit code 3, so there is nothing to compare. ValueError: one short"
+    said = f"{side} ended with exit code 3, so there is nothing to compare: ValueError: one short"
     assert json.loads(written.read_text()) == {"ok": False, "error": said, "lines": []}
     assert f"error: {said}" in capsys.readouterr().err
 

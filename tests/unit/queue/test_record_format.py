@@ -69,7 +69,7 @@ def jobs(draw: st.DrawFn) -> Job:
 def groups(draw: st.DrawFn) -> RolloutGroup:
     job = draw(jobs())
     lengths, turns, prompts = (draw(arrays(np.int32, job.num_generations, min_value=0, max_value=5)) for _ in range(3))
-    tokens, names = int(lengths.sum()), draw(st.lists(texts, max_size=3))
+    tokens, names = int(lengths.sum()), draw(st.lists(texts, max_size=3, unique=True))
     version = draw(st.integers(0, 1000))
     has_turns, has_prompts = draw(st.booleans()), draw(st.booleans())
     values: dict[str, Any] = {

@@ -28,7 +28,7 @@ DEADLINE_S = 3600.0  # of either training
 _GRACE_S = 20.0
 _POLL_S = 0.1
 _LAST_LINES = 12
-_NOTHING = "so there is nothing to compare."
+_NOTHING = "so there is nothing to compare:"
 
 
 def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
