@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from loguru import logger
-
 from async_grpo.evals.asking import Asking
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
 from async_grpo.formatting import counted
+from async_grpo.log import logger
 from async_grpo.queue import ServerQueue
 from async_grpo.queue.server import FOR_EVALUATIONS
 from async_grpo.records import Job, RolloutGroup, seed_from

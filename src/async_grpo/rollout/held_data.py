@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from types import CellType, CodeType
 from typing import Any
@@ -27,16 +27,14 @@ class HeldData:
     """Warns once of each reward function that changes what it keeps, in the first calls of a worker."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self.calls_left = FIRST_CALLS
         self._told: set[int] = set()  # places of functions
 
     @contextmanager
-    def around(self, names: Sequence[str], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-        """Call the functions in this block."""
-        self._calls += 1
-        if self._calls > FIRST_CALLS:
-            yield
-            return
+    def around(self, trainer: Any) -> Iterator[None]:
+        """The trainer calls its reward functions in this block."""
+        self.calls_left -= 1
+        functions = trainer.reward_funcs
         watched = [at for at, it in enumerate(functions) if at not in self._told and not hasattr(it, "forward")]
         before = [_copied(held_by(functions[place]), _MOST_ITEMS) for place in watched]
         yield
@@ -48,7 +46,7 @@ class HeldData:
                     "the reward function {} changes {} when it is called: each worker has its own, and TRL has one, so "
                     "its rewards may depend on the number of workers. Compute them from what the function is given. "
                     "`async-grpo check` compares them with TRL's",
-                    distinct(names)[place],
+                    distinct(trainer.reward_func_names)[place],
                     ", ".join(changed),
                 )
 

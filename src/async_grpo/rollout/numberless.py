@@ -18,28 +18,28 @@ class Numberless:
     """Warns once of each reward function that has given only NaN or None so far, from any thread."""
 
     def __init__(self) -> None:
-        self._settled: set[str] = set()  # functions that gave a number, or were warned of
-        self._completions: Counter[str] = Counter()  # of those that did not
+        self._settled: set[int] = set()  # places of functions that gave a number, or were warned of
+        self._completions: Counter[int] = Counter()  # of those that did not
         self._groups = 0
         self._lock = Lock()
 
     def saw(self, names: Sequence[str], rewards: torch.Tensor, groups: int) -> None:
         """One call of the reward functions gave `rewards`, [completions, F], for so many groups."""
-        names, silent = distinct(names), torch.isnan(rewards).all(dim=0).tolist()
+        silent = torch.isnan(rewards).all(dim=0).tolist()
         with self._lock:
             self._groups += groups
-            self._settled |= {name for name, is_silent in zip(names, silent, strict=True) if not is_silent}
-            for name in [name for name in names if name not in self._settled]:
-                self._completions[name] += len(rewards)
+            self._settled |= {place for place, is_silent in enumerate(silent) if not is_silent}
+            for place in [place for place in range(len(names)) if place not in self._settled]:
+                self._completions[place] += len(rewards)
                 if len(names) == 1 or self._groups >= PATIENCE:
-                    self._warn(name, alone=len(names) == 1)
+                    self._warn(place, distinct(names)[place], alone=len(names) == 1)
 
-    def _warn(self, name: str, *, alone: bool) -> None:
-        self._settled.add(name)
+    def _warn(self, place: int, name: str, *, alone: bool) -> None:
+        self._settled.add(place)
         logger.warning(
             "the reward function {} gave no number, only NaN or None, for any of {} completions so far: {}. Let it "
             "return a number for each completion",
             name,
-            self._completions[name],
+            self._completions[place],
             "they have no reward at all, and nothing is learnt from them" if alone else "it has no part in the reward",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -222,7 +223,7 @@ class RolloutTrainer:
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             # This very call's: a reward function may log in threads of its own, which have no context.
             scorer._log_metric, scorer._log_completion_extra = call.log_metric, call.log_extra
-            with self._held.around(scorer.reward_func_names, scorer.reward_funcs):
+            with self._held.around(scorer) if self._held.calls_left > 0 else nullcontext():
                 rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
             self._refuse_changes(scorer)
             columns = [_columns(scorer, *each) for each in zip(groups, parts, strict=True)]

@@ -29,11 +29,7 @@ def show_library_warnings() -> None:
 
 
 class _Kinds:
-    """Says what each place in a library warns of first.
-
-    Args:
-        otherwise: shows what the filters of warnings let through, where nothing is said of it here.
-    """
+    """Says what each place in a library warns of first. Other warnings are shown by `otherwise`."""
 
     def __init__(self, otherwise: Any) -> None:
         self._otherwise = otherwise

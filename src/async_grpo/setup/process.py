@@ -90,7 +90,8 @@ def ending_kept() -> Iterator[None]:
         vars(sys).update(hooks)
         if replaced:
             logger.warning(
-                "the setup file replaces {} in this process: put back, since a run ends by it, and says by it why",
+                "the setup file replaces {} in this process: put back, because a launcher ends it by signals and reads "
+                "on its standard error why it failed",
                 ", ".join(replaced),
             )
 

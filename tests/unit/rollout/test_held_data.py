@@ -7,6 +7,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -113,8 +114,9 @@ UNCHANGING = [
 
 def called(functions: list[Any], times: int) -> None:
     held, names = HeldData(), [f"number {number}" for number in range(len(functions))]
+    trainer = SimpleNamespace(reward_funcs=functions, reward_func_names=names)
     for call in range(times):
-        with held.around(names, functions):
+        with held.around(trainer) if held.calls_left > 0 else nullcontext():
             for function in functions:
                 function(call)
 
