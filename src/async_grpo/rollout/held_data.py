@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from types import CellType, CodeType
 from typing import Any
 
+import numpy as np
+import torch
+from transformers import Trainer
+
 from async_grpo.log import logger
 from async_grpo.records import distinct
 from async_grpo.rollout.failures import is_users_code
@@ -36,11 +40,11 @@ class HeldData:
         self.calls_left -= 1
         functions = trainer.reward_funcs
         watched = [at for at, it in enumerate(functions) if at not in self._told and not hasattr(it, "forward")]
-        before = [_copied(held_by(functions[place]), _MOST_ITEMS) for place in watched]
+        before = [_copies(functions[place]) for place in watched]
         yield
         for place, held in zip(watched, before, strict=True):
-            now = _copied(held_by(functions[place]), _MOST_ITEMS)
-            if changed := sorted(name for name in held if not _goes_on(held[name], now.get(name))):
+            now = _copies(functions[place])
+            if changed := sorted(name for name in held.keys() & now if not _goes_on(held[name], now[name])):
                 self._told.add(place)
                 logger.warning(
                     "the reward function {} changes {} when it is called: each worker has its own, and TRL has one, so "
@@ -55,13 +59,21 @@ def _goes_on(before: Any, now: Any) -> bool:
     """Whether everything that was there is there: nothing has changed, or a cache has been filled."""
     if isinstance(before, dict) and isinstance(now, dict):
         return all(name in now and _goes_on(value, now[name]) for name, value in before.items())
-    return before is None or before == now
+    return before is None or now is _NOTHING or before is now or before == now
+
+
+def _copies(function: Any) -> dict[str, Any]:
+    """What a function keeps now; nothing where code of the user's that this meets, such as a `__hash__`, raises."""
+    try:
+        return {name: _copied(value, _MOST_ITEMS) for name, value in held_by(function).items()}
+    except Exception:  # noqa: BLE001  # whatever it is: it must not cost the group its rewards
+        return {}
 
 
 def _copied(value: Any, most: int) -> Any:
-    """A value as it is now, to be compared: of a large container its size, of other objects which one it is."""
+    """A value as it is now, to be compared: nothing of a large container, of other objects which one it is."""
     if isinstance(value, _CONTAINERS) and len(value) > most:
-        return len(value)
+        return _NOTHING
     if isinstance(value, dict):
         return {name: _copied(it, _MOST_INSIDE) for name, it in {**value}.items()}
     if isinstance(value, _CONTAINERS):
@@ -72,7 +84,7 @@ def _copied(value: Any, most: int) -> Any:
 
 
 def _is_small_array(value: Any) -> bool:
-    return hasattr(value, "tolist") and getattr(value, "nbytes", _MOST_BYTES + 1) <= _MOST_BYTES
+    return isinstance(value, (np.ndarray, np.generic, torch.Tensor)) and value.nbytes <= _MOST_BYTES
 
 
 def held_by(function: Any) -> dict[str, Any]:
@@ -126,8 +138,8 @@ def _data(value: Any) -> Any:
         return value
     if inspect.isroutine(value) or inspect.ismodule(value):
         return _NOTHING
-    if (step := getattr(getattr(value, "state", None), "global_step", None)) is not None:  # a trainer
-        return {"state.global_step": step}
+    if isinstance(value, Trainer):
+        return {"state.global_step": value.state.global_step}
     if type(value).__module__ in ("itertools", "collections", "random"):
         return repr(value)
     found = {name: it for name, it in _attributes(value).items() if isinstance(it, _PLAIN)}

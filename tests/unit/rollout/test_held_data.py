@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from async_grpo.rollout.held_data import FIRST_CALLS, HeldData
+from async_grpo.rollout.trl_view import NotHere
 
 calls = 0
 log = logging.getLogger("a reward")
@@ -103,9 +105,32 @@ CHANGING = [
     ("held", holding(torch.zeros(2), lambda held, x: held.add_(1))),
     ("held", holding(OrderedDict(), evict)),
 ]
+
+
+class Hostile:
+    """A stand-in of a worker's trainer ends the run when it is used; others raise whatever they like."""
+
+    def __init__(self) -> None:
+        self.optimizer: Any = NotHere(None, "optimizer", "")  # type: ignore[arg-type]
+        self.mock, self.number = Mock(), float("nan")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __hash__(self) -> int:
+        raise RuntimeError("no")
+
+    def reward(self, x: int) -> None:
+        self.number + x
+
+
 UNCHANGING = [
     lambda x: x,
+    Hostile().reward,
+    holding([Hostile()], lambda held, x: x),
     holding({}, lambda cache, x: cache.setdefault(x, [x])),
+    holding({}, lambda cache, x: cache.update((x * 300 + number, number) for number in range(300))),
+    holding({0: {}}, lambda cache, x: cache[0].update((x * 9 + number, number) for number in range(9))),
     holding(SimpleNamespace(model=None), lambda held, x: setattr(held, "model", "loaded")),
     functools.lru_cache(lambda x: x),
     lambda x: threads.submit(log.info, x).result(),
