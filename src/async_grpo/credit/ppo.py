@@ -77,9 +77,8 @@ class PPOTrainer(RarelyTimed, TurnGRPOTrainer, Algorithm):
         _refuse(self, critic)
         self._own_critic = critic
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of this optimizer step
-        self._sums = torch.zeros(
-            4, dtype=torch.float64, device="cpu"
-        )  # of it: value loss, clipped tokens, tokens, all tokens read
+        # of this step as well: value loss, clipped tokens, tokens, all tokens read
+        self._sums = torch.zeros(4, dtype=torch.float64, device="cpu")
         self.kl_coef = float(self.args.beta)
         self.beta = self._beta_of_loss
 

@@ -45,10 +45,10 @@ def holding(held: Any, change: Callable[[Any, int], object]) -> Callable[[int], 
 
 
 def of_an_attribute(x: int) -> None:
-    of_an_attribute.seen = getattr(of_an_attribute, "seen", 0) + x  # type: ignore[attr-defined]
+    of_an_attribute.seen = getattr(of_an_attribute, "seen", 0) + x
 
 
-def of_an_argument(x: int, history: list[int] = []) -> None:  # noqa: B006
+def of_an_argument(x: int, history: list[int] = []) -> None:  # noqa: B006  # as users keep data
     history.append(x)
 
 
@@ -111,7 +111,7 @@ class Hostile:
     """A stand-in of a worker's trainer ends the run when it is used; others raise whatever they like."""
 
     def __init__(self) -> None:
-        self.optimizer: Any = NotHere(None, "optimizer", "")  # type: ignore[arg-type]
+        self.optimizer: Any = NotHere(None, "optimizer", "")
         self.mock, self.number = Mock(), float("nan")
 
     def __getattr__(self, name: str) -> Any:
