@@ -631,7 +631,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
-    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="what --docs writes as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, beside the earlier ones")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -644,9 +644,11 @@ def main() -> None:
                 rows.append(one)
                 print(as_text([one]), flush=True)
             print(f"    {name}: {time.monotonic() - began:.0f} s, {computed_s() - used:.0f} s of CPU", flush=True)
+    written = options.json or (RESULTS if options.docs else None)
+    if written:
+        rows = with_earlier(written, rows)
+        write_json(written, rows, load_before=load)
     if options.docs:
-        rows = with_earlier(options.json, rows)
-        write_json(options.json, rows, load_before=load)
         busy = "; other work ran beside it" if load[0] >= len(os.sched_getaffinity(0)) else ""
         update_docs("guidance", f"Machine: {machine_line(describe_machine())}{busy}.\n\n{table(rows)}")
 
