@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-experiments experiment-demo test-trackers test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -143,19 +143,11 @@ chaos-vllm: .venv-vllm/.installed
 	scripts/env_beside.sh .venv-trackers wandb trackio
 	touch $@
 
-# Hydra wants an antlr that excludes the one of constraints.txt, by which math-verify parses in .venv.
-.venv-experiments/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
-	scripts/env_beside.sh .venv-experiments hydra-core==1.3.8 "omegaconf<2.4" antlr4-python3-runtime==4.9.3 submitit
-	touch $@
-
-test-experiments: .venv-experiments/.installed
-	.venv-experiments/bin/python -m pytest -n $(JOBS) --maxschedchunk 1 tests/unit/runner/test_experiment_config.py tests/unit/runner/test_slurm.py tests/unit/rewards tests/with_experiments
-
 # A whole experiment, killed twice on the way. DEMO="--update-docs" puts its table and plot into the docs.
 DEMO ?=
 
-experiment-demo: .venv-experiments/.installed
-	.venv-experiments/bin/python scripts/experiment_demo.py $(DEMO)
+experiment-demo: venv-test
+	$(BIN)/python scripts/experiment_demo.py $(DEMO)
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers
@@ -200,4 +192,4 @@ test-zero3: .venv-zero3/.installed
 	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
 
 clean:
-	rm -rf .venv-ray .venv-experiments .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,6 +1,6 @@
 """What an experiment costs besides its trainings: its queue, generation with two workers, and scores of a reward model.
 
-    .venv-experiments/bin/python benchmarks/experiments.py [--only PART …] [--json FILE] [--update-docs]
+    python benchmarks/experiments.py [--only PART …] [--json FILE] [--update-docs]
 
 `queue`: 24 jobs in 12 lines of 2 rounds, whose stages are children that sleep 1 to 8 s, in 2 and in 8 places, against
 the larger of work / places and the longest path, plus .2 s for each start of a place; and the queue's own work.

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [[ -x $python ]] || python=python3
 sets=("$@")
-[[ ${#sets[@]} -gt 0 ]] || sets=("" "test,docs,bench" "cuda12" "cuda13" "cuda12,vllm" "cuda13,vllm" "cuda12,vllm,unsloth")
+[[ ${#sets[@]} -gt 0 ]] || sets=("" "test,docs,bench,experiments" "cuda12" "cuda13" "cuda12,vllm" "cuda13,vllm" "cuda12,vllm,unsloth")
 failed=0
 for extras in "${sets[@]}"; do
     name=${extras:+[$extras]}

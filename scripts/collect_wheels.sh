@@ -17,6 +17,6 @@ for package in "${packages[@]}"; do
     pin=$(grep -m1 "^$package==" src/async_grpo/constraints.txt || echo "$package")
     "$python" -m pip download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
         "${platforms[@]}" --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d "$folder" "$pin" ||
-        echo "not found as a wheel for Python $version: $pin" >&2
+        "$python" -m pip wheel -q --no-deps -w "$folder" "$pin" # antlr 4.9 is offered as a source alone, in pure Python
 done
 du -sh "$folder"

@@ -1,6 +1,6 @@
 """A whole experiment on two cores, killed twice on the way: `make experiment-demo`.
 
-    .venv-experiments/bin/python scripts/experiment_demo.py [--folder DIR] [--update-docs]
+    python scripts/experiment_demo.py [--folder DIR] [--update-docs]
 
 PITA, QSharp, DPO, GRPO and GRPO-HF on paths in star graphs and on sums, two rounds each, from one tiny reference that
 is trained here first. One stage is killed, its line is blocked, then the runner is killed, and `resume_from=` finishes

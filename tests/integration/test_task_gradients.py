@@ -13,7 +13,6 @@ from test_multi_task import TASKS, trainer_of
 
 from async_grpo.tasks import gradients
 
-pytest.importorskip("torchjd")
 pytestmark = pytest.mark.integration
 
 IN_PARTS = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3 * GROUP_SIZE}

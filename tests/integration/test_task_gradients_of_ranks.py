@@ -9,7 +9,6 @@ import pytest
 from runs import SETUP, finish
 from several_ranks import config_of, logged, same_training, same_weights
 
-pytest.importorskip("torchjd")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 TASKS_SETUP = SETUP.with_name("several_tasks.py")

@@ -21,7 +21,6 @@ IMPORTED_AS = {  # where the name of a distribution is another
 }
 PACKAGES = ("async_grpo", "async_grpo_experiments", "async_grpo_ipc")
 USERS = {"bitsandbytes", "openai", "unsloth"}  # a user's setup file or agent imports them
-PINNED = {"antlr4-python3-runtime"}  # Hydra imports one of the versions that math-verify reads with
 TOOLS = {"bench", "docs", "fuzz", "notebook", "test"}  # extras
 TYPES = {"_typeshed"}  # of a type checker: nothing imports it at run time
 WHERE_THERE = {"trackio", "mcp"}  # the user's tracker, imported where `report_to` names it; comes with verifiers
@@ -43,7 +42,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     of_extras = [one for name in extras.keys() - TOOLS for one in extras[name]]
-    names = {Requirement(one).name for one in (*project["dependencies"], *of_extras)} - USERS - PINNED
+    names = {Requirement(one).name for one in (*project["dependencies"], *of_extras)} - USERS
     declared = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
     others = imported() - sys.stdlib_module_names - {*PACKAGES} - TYPES
     assert others - WHERE_THERE == declared

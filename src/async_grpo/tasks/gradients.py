@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,10 +33,8 @@ def require_shares(trainer: Any, method: str) -> None:
     """Refuse what the shares of tasks do not sum up with, or what has no gradients to see.
 
     Raises:
-        UsageError: torchjd is not installed, or another setting excludes `method`.
+        UsageError: another setting excludes `method`.
     """
-    if find_spec("torchjd") is None:
-        raise UsageError(f"mtl=\"{method}\" needs torchjd: pip install 'async-grpo[tasks]'")
     if trainer.is_deepspeed_enabled:
         raise UsageError(f'mtl="{method}" needs the gradients of each task, which DeepSpeed keeps: take FSDP2 or DDP.')
     for name, is_used in not_sums(trainer).items():

@@ -26,7 +26,7 @@ def composed(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
         raise UsageError(
-            f"Experiments are configured by Hydra, and it cannot be imported ({error}). In an environment of its own: "
+            f"Experiments are configured by Hydra, and it cannot be imported ({error}): "
             "pip install 'async-grpo[experiments]'."
         ) from error
     try:

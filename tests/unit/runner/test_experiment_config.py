@@ -169,11 +169,10 @@ def test_a_status_says_what_runs_only_while_a_runner_lives(
 
 
 class TestWithHydra:
-    """Composition: needs the extra `experiments`, which excludes the antlr of the other tests."""
+    """What Hydra composes."""
 
     @pytest.fixture(autouse=True)
     def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("hydra")
         monkeypatch.chdir(tmp_path)
 
     @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import submitit
 from experiment_yard import ExperimentYard, tree
 
 from async_grpo.errors import RunDirError, UsageError
@@ -26,7 +27,6 @@ from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.slots.starter import LOST
 from patience import is_gone, until
 
-submitit = pytest.importorskip("submitit")
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
 ON_SLURM = tree(
     algos={"QSharp": {}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +80,6 @@ def combined(gradients: list[torch.Tensor], seed: int = 0, method: str = "pcgrad
 
 
 def test_two_tasks_are_the_closed_form() -> None:
-    pytest.importorskip("torchjd")
     one, two = torch.tensor([1.0, 2.0, -1.0]).double(), torch.tensor([-2.0, 0.5, 0.5]).double()
     dot = one @ two
     assert dot < 0
@@ -91,7 +89,6 @@ def test_two_tasks_are_the_closed_form() -> None:
 
 
 def test_three_tasks_are_the_mean_over_all_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchjd")
     torch.manual_seed(1)
     gradients = [torch.randn(4, dtype=torch.float64) for _ in range(3)]
     gradients[1] -= 2 * gradients[0]
@@ -107,7 +104,6 @@ def test_three_tasks_are_the_mean_over_all_orders(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("method", WEIGHTINGS)
 def test_orthogonal_gradients_stay_and_what_is_zero_is_left_out(method: str) -> None:
-    pytest.importorskip("torchjd")
     one, two, none = torch.eye(3, dtype=torch.float64)[0], torch.eye(3, dtype=torch.float64)[1], torch.zeros(3)
     assert combined([one, none.double(), two], method=method).tolist() == pytest.approx([1, 1, 0], abs=1e-6)
     assert combined([none.double()] * 2, method=method).tolist() == [0, 0, 0]
@@ -115,7 +111,6 @@ def test_orthogonal_gradients_stay_and_what_is_zero_is_left_out(method: str) -> 
 
 def test_each_method_does_with_two_gradients_what_its_paper_says() -> None:
     """The nearest point to 0 between them; equal projections on both; no direction stronger than the weakest."""
-    pytest.importorskip("torchjd")
     one, two = torch.tensor([1.0, 0.0]).double(), torch.tensor([-1.0, 2.0]).double()
     assert combined([one, two], method="mgda").tolist() == pytest.approx([1, 1], abs=1e-6)  # twice that point
     projections = [float(combined([one, two], method="imtl_g") @ it / it.norm()) for it in (one, two)]
@@ -125,7 +120,6 @@ def test_each_method_does_with_two_gradients_what_its_paper_says() -> None:
 
 
 def test_the_order_is_of_the_seed_and_draws_nothing_of_the_run() -> None:
-    pytest.importorskip("torchjd")
     torch.manual_seed(1)
     gradients = [torch.randn(4, dtype=torch.float64) for _ in range(5)]
     gradients[1] -= 2 * gradients[0]
@@ -141,15 +135,7 @@ def trainer(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [{"deepspeed": True}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.2}], ids=str)
-def test_what_has_no_shares_is_refused(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.tasks.gradients.find_spec", lambda name: SimpleNamespace())
+def test_what_has_no_shares_is_refused(change: dict[str, Any]) -> None:
     require_shares(trainer(), "pcgrad")
     with pytest.raises(UsageError, match='mtl="pcgrad"'):
         require_shares(trainer(**change), "pcgrad")
-
-
-def test_without_torchjd_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchjd", None)
-    monkeypatch.setattr("async_grpo.tasks.gradients.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'async-grpo\[tasks\]'"):
-        require_shares(trainer(), "pcgrad")

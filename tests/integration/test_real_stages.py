@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("hydra", reason="`make test-experiments` makes an environment that has Hydra")
-
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from async_grpo_experiments.runner.config_files import config_of
