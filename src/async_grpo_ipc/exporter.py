@@ -167,10 +167,8 @@ class WeightExporter:
             blueprint: What the model had before it was sharded.
             write: Called with the tensors to fill, by name: here with those that do not train, in each `publish`
                 with the others.
-            path: As for `from_model`.
+            path, slots, way: As for `from_model`.
             device: Where the published tensors lie.
-            slots: As for `from_model`.
-            way: As for `from_model`.
         """
         return cls(Sources.of_blueprint(blueprint, write, device), path, slots, way)
 

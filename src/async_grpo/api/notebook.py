@@ -47,12 +47,7 @@ class Panel:
         self._next = 0.0
 
     def refresh(self, view: RunView, news: Sequence[str] = (), *, at_once: bool = False) -> None:
-        """Show the run as it is, at most once a second.
-
-        Args:
-            news: what the launcher has said lately.
-            at_once: now, whenever the last time was.
-        """
+        """Show the run as it is, and what the launcher has said lately; at most once a second, unless `at_once`."""
         if not at_once and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY_S

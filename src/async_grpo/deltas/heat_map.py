@@ -15,11 +15,7 @@ _LABELLED = 24  # rows that each have a label
 
 
 def draw(statistics: Statistics, path: Path, *, title: str) -> None:
-    """Heat maps of layers and of kinds of matrices over the versions, and the share that stays, as one picture.
-
-    Args:
-        statistics: of one step at least.
-    """
+    """Heat maps of layers and of kinds of matrices over some versions, and the share that stays, as one picture."""
     from matplotlib.figure import Figure
 
     layers, kinds = statistics.layers, statistics.kinds

@@ -32,9 +32,7 @@ class Evaluation:
 
     Args:
         version: the only version that workers can see until the end of the evaluation.
-        replicates: n, completions a problem.
-        sampling: as `Job.sampling` has it.
-        ks: of pass@k and the others.
+        replicates: n, completions a problem; `ks` are those of pass@k and the others.
         trainer_state: what reward functions see of the trainer.
         finished: groups that an earlier process left; those that answer a problem of this evaluation are used again.
     """

@@ -22,10 +22,7 @@ Behind a proxy of your own, let it send the header Host: localhost
 
 
 def start(folder: Path, port: int) -> str:
-    """Serve the event files below `folder` on 127.0.0.1; returns the address.
-
-    Args:
-        port: 0 takes any free one.
+    """Serve the event files below `folder` on 127.0.0.1, by any free port where it is 0; returns the address.
 
     Raises:
         UsageError: the port is taken.

@@ -49,11 +49,7 @@ class Failures:
         self._logged: set[tuple[str, str]] = set()
 
     def add(self, seq: int, attempt: int, traceback: str) -> None:
-        """Note it, and log it: the first of its kind as a warning, the others for `--log-level DEBUG`.
-
-        Args:
-            attempt: from 0.
-        """
+        """Note it, and log it: the first of its kind as a warning, the others for `--log-level DEBUG`."""
         self.when[seq] = time.monotonic()
         what, where = summary(traceback)
         kind = (what.partition(":")[0], where)

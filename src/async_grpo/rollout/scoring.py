@@ -108,11 +108,7 @@ class Scoring:
         return bool(self._waiting) or self._running > 0
 
     def start(self, group: GeneratedGroup, *, alone: bool = False) -> None:
-        """Have `group` scored; its outcome comes out of `finished`.
-
-        Args:
-            alone: in a call of its own.
-        """
+        """Have `group` scored, `alone` in a call of its own; its outcome comes out of `finished`."""
         if self._calls.at_a_time == 0:
             self._begin([group])
             self._run([group])

@@ -254,11 +254,7 @@ class RolloutTrainer:
         return fork
 
     def generate(self, jobs: Sequence[Job], version: int, sample: Sample) -> list[GeneratedGroup]:
-        """Run TRL's whole generation: with tools, environments or code of the user's between the tokens.
-
-        Args:
-            sample: called whenever TRL wants completions.
-        """
+        """Run TRL's whole generation, with tools, environments or code of the user's between the tokens of `sample`."""
         trainer = self.trainer
         trainer.generation_config = self._config
         self._refuse_changes(trainer)

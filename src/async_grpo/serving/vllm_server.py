@@ -204,10 +204,7 @@ class VLLMServerProcess:
         self._deaths = 0
 
     def revive(self, error: Exception) -> None:
-        """`restart` a server that has died.
-
-        Args:
-            error: how its death showed.
+        """`restart` a server whose death showed by `error`.
 
         Raises:
             GeneratorError: it died three times before without an answer in between.

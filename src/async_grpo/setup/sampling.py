@@ -123,9 +123,6 @@ class Sampling:
 def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
     """Resolve what this engine draws from.
 
-    Args:
-        generator: `HF`, or one of vLLM's.
-
     Raises:
         UnsupportedError: the engine cannot do what a setting says.
     """

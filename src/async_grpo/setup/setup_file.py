@@ -97,8 +97,7 @@ def load_trainer(
         worker_of: the trainer only samples and scores, for one of that many processes.
         policy_on_cpu: and its model is not to take room on the GPU yet.
         alone: entered while `get_trainer()` runs.
-        steps: overrides the file's `max_steps`.
-        seed: overrides the file's seed.
+        steps, seed: override the file's.
         config_values: override fields of the file's `GRPOConfig` (`--set`).
 
     Raises:

@@ -112,12 +112,7 @@ def shares(
 
 
 class TaskGradients:
-    """Adds up the gradient of each task over the micro-batches of an optimizer step, and makes one of them.
-
-    Args:
-        method: one of `WEIGHTINGS`.
-        accelerator: of the trainer; knows the processes.
-    """
+    """Adds up the gradient of each task over the micro-batches of a step, and makes one of them by a `WEIGHTINGS`."""
 
     def __init__(self, method: str, accelerator: Any) -> None:
         self._method, self._accelerator = method, accelerator

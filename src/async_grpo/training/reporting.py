@@ -48,11 +48,7 @@ def _folder_of(given: Any, writer: Any, ours: Path) -> Path:
 
 
 def append_queue(trainer: GRPOTrainer, queue: ServerQueue, metrics: RolloutMetrics, version: int | None) -> None:
-    """Add the state of the queue to the training metrics.
-
-    Args:
-        version: the newest that workers can see.
-    """
+    """Add the state of the queue to the training metrics, and the newest version that workers can see."""
     counts = queue.counts()
     metrics.workers = sum(worker.workers for worker in queue.workers())
     for name, value in (

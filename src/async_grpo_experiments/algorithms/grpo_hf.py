@@ -19,11 +19,7 @@ class GRPOHFSettings(GRPOSettings, ProxySettings):
 
 
 class GRPOHF:
-    """GRPO from preferences, by a proxy that round 1 trains.
-
-    Args:
-        problems: rows of the dataset, with `prompt`.
-    """
+    """GRPO from preferences, by a proxy that round 1 trains."""
 
     def __init__(self, settings: GRPOHFSettings, problems: Sequence[dict[str, Any]]) -> None:
         self.settings = settings

@@ -51,11 +51,9 @@ def exit_code(records: Iterable[Record], *, stopped: bool) -> int:
 
 
 def conclude(who: str, records: Mapping[str, Record], *, stopped: bool, go_on: str) -> int:
-    """Print why tasks failed, with their last words, and how what has not finished continues; returns the exit code.
+    """Print why tasks failed, with their last words, and which command continues what has not finished.
 
-    Args:
-        records: by what each task is called.
-        go_on: the command that continues.
+    Returns the exit code.
     """
     for what, record in records.items():
         if record.state == FAILED:

@@ -18,12 +18,7 @@ LINE_EVERY_S = 60.0
 
 
 class QueueScreen(ABC):
-    """Lines scroll; on a terminal the table stays under them for as long as the `with` block lasts.
-
-    Args:
-        name: whose lines these are.
-        console: the terminal; None: there is none.
-    """
+    """Lines of `name` scroll; on a terminal the table stays under them for as long as the `with` block lasts."""
 
     def __init__(self, name: str, console: Console | None = None) -> None:
         self._name, self._console = name, console

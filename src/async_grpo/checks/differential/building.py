@@ -76,10 +76,7 @@ def run_trainer(options: CheckOptions) -> Any:
 
 
 def user_trainer(options: CheckOptions, output_dir: Path, **loading: Any) -> Any:
-    """The trainer as the user's file builds it, but for what it reports and where it writes.
-
-    Args:
-        loading: for `load_trainer`.
+    """The trainer as `load_trainer` builds it, but for what it reports and where it writes.
 
     Raises:
         UnsupportedError: it cannot be checked.

@@ -160,12 +160,7 @@ def _read_otherwise(ours: Sequence[Note], theirs: Sequence[Note]) -> str:
 
 
 def score_line(names: Sequence[str], plain: Sequence[Note], explained: Mapping[str, Status]) -> Line:
-    """The rewards as the loss gets them, where a model or a method of the user's may have made them.
-
-    Args:
-        names: of the reward functions.
-        explained: what was found of each function.
-    """
+    """The rewards as the loss gets them, where a model or a method of the user's may have made them."""
     import numpy as np
 
     notes = [note for note in plain if note["kind"] == "scores"]

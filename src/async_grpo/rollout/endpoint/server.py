@@ -56,11 +56,7 @@ class Address(NamedTuple):
 
 
 class EndpointServer:
-    """Answers `POST /v1/chat/completions`.
-
-    Args:
-        loop: the worker's, on which episodes live.
-    """
+    """Answers `POST /v1/chat/completions`. Episodes live on the worker's `loop`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

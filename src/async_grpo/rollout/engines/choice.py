@@ -43,9 +43,6 @@ def make_engine(
 ) -> Engine:
     """The engine that the command line or the setup file asks for; one of vLLM in this process is started.
 
-    Args:
-        worker: whose engine it is.
-
     Raises:
         UsageError: it cannot be had with the other options.
         UnsupportedError: it does not suit the trainer or the run.

@@ -308,9 +308,6 @@ class IntegerTopP(LogitsProcessor):
 
     The set is that of `TopPLogitsWarper`, except where its sum of floats is rounded across the limit. With
     deterministic algorithms, `torch.cumsum` of floats raises on CUDA; the sum of integers is exact in any order.
-
-    Args:
-        warper: of transformers, for its settings.
     """
 
     def __init__(self, warper: TopPLogitsWarper) -> None:

@@ -35,7 +35,6 @@ class TransformersEngine(BatchEngine):
 
     Args:
         config: sampling parameters (`setup.sampling.transformers_config`).
-        loss_temperature: of the `GRPOConfig`.
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
         guidance: of the trainer, and the tokenizer that it compares.
         stopping: what ends a row besides the end token and the length.

@@ -56,11 +56,7 @@ class Threads:
 
 
 class WholeGenerations:
-    """Runs TRL's generation as one function, on a copy of the trainer for each.
-
-    Args:
-        worker_thread: that steps the event loop.
-    """
+    """Runs TRL's generation as one function, on a copy of the trainer for each. `worker_thread` steps the loop."""
 
     def __init__(self, asks: Asks, threads: Threads, worker_thread: threading.Thread) -> None:
         self._asks = asks

@@ -46,10 +46,7 @@ class TRLArguments(TRLCall):
 
     @classmethod
     def here(cls, config: Path | None, flags: Sequence[str] = ()) -> TRLArguments:
-        """The arguments of a command that is given in this folder.
-
-        Args:
-            config: the YAML file; None: without one.
+        """The arguments of a command that is given in this folder, with or without a YAML file.
 
         Raises:
             UsageError: the file, one of its keys or a flag cannot be used.
