@@ -46,7 +46,6 @@ from async_grpo.rollout.engines.vllm_sampling import (
 )
 from async_grpo.rollout.engines.vllm_weights import (
     NO_FAST_INFERENCE,
-    as_in_a_checkpoint,
     names_of,
     plain,
     require_same_base,
@@ -54,6 +53,7 @@ from async_grpo.rollout.engines.vllm_weights import (
 from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
 from async_grpo.tokens import Tokens
+from async_grpo_ipc.checkpoint import checkpoint
 from async_grpo_ipc.recording import RecordedCopies, record
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class VLLMEngine:
             self._engine.remove_lora(lost.lora_int_id)
 
     def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
-        weights = dict(as_in_a_checkpoint(tensors))
+        weights = dict(checkpoint(tensors.items()))
         if not self._in_place:
             self._runner.reload_weights(weights_iterator=iter(weights.items()))
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,16 +11,6 @@ from torch import Tensor, nn
 from async_grpo.errors import UnsupportedError
 
 NO_FAST_INFERENCE = "Load the model with fast_inference=False (the setup file can read FAST_INFERENCE: set it to 0)."
-
-
-def as_in_a_checkpoint(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model itself under the names that a checkpoint has: no adapter, nothing twice."""
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if ".lora_" not in name and (place not in seen or tensor.numel() == 0):
-            seen.add(place)
-            yield plain(name.removeprefix("base_model.model.")), tensor
 
 
 def plain(name: str) -> str:
