@@ -27,8 +27,7 @@ from async_grpo_experiments.runner.on_disk import look, move_aside, refuse_chang
 from async_grpo_experiments.runner.peaks import MemoryPeaks, StageForecast
 from async_grpo_experiments.runner.results import write_results
 from async_grpo_experiments.runner.run import GRACE_S, MEMORY, CommandOf, ExperimentRun
-from async_grpo_experiments.runner.run_log import ExperimentLog
-from async_grpo_experiments.runner.screen import NAME
+from async_grpo_experiments.runner.screen import NAME, ExperimentLog
 from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.foreground import conclude, held_alone
 from async_grpo_experiments.slots.ledger import LEDGER, Ledger, end_leftovers, read

@@ -24,8 +24,7 @@ from async_grpo_experiments.runner.graph import Stage, keys_of, kind_of, stages_
 from async_grpo_experiments.runner.on_disk import OnDisk, state_of
 from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, way_out
 from async_grpo_experiments.runner.priority import chains_left, named
-from async_grpo_experiments.runner.run_log import ExperimentLog
-from async_grpo_experiments.runner.screen import ExperimentScreen
+from async_grpo_experiments.runner.screen import ExperimentLog, ExperimentScreen
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, RUNNING, WAITING, Ledger, Record
 from async_grpo_experiments.slots.packing import Need

@@ -1,18 +1,22 @@
-"""What the terminal shows of an experiment: a row for each job, or how many are in which state."""
+"""What an experiment says: in `run.log`, and on the terminal: a row for each job, or how many are in which state."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from async_grpo_experiments.slots.screen import QueueScreen, drawn
+from async_grpo.rundir.files import LineFile
+from async_grpo_experiments.slots.screen import QueueScreen, drawn, stamped
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 NAME = "experiment"
+RUN_LOG = "run.log"
 COLUMNS = ("job", "state", "running", "took")
 JobRows: TypeAlias = Callable[[], Iterator[tuple[str, str, str, str]]]
 
@@ -51,3 +55,19 @@ class ExperimentScreen(QueueScreen):
         found = drawn(COLUMNS, self._jobs(), right={"took"})
         found.caption = self._gpus()
         return found
+
+
+class ExperimentLog(LineFile):
+    """`run.log` of an experiment."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root / RUN_LOG)
+
+    def say(self, text: str) -> None:
+        """Print a line, and note it."""
+        print(stamped(NAME, text), flush=True)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Write a line to the file alone."""
+        self.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
