@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.errors import BadFileError
 from async_grpo.evals.estimators import Answers, Estimate, are_right_or_wrong, differences, estimates
 from async_grpo.records import DIVERGENCE, RolloutGroup
 from async_grpo.rundir.files import LineFile, write_lines
-from async_grpo.rundir.reading import LineReader, parse_object
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import shaped_lines
 
 SUCCESS = 1.0  # the total reward from which on a completion succeeds, where no reward function says otherwise
 WORDS = {"success_rate": "success rate", "reward_mean": "mean reward"}
@@ -169,7 +166,7 @@ def compare(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], *, ks: S
     return differences([ours[one] for one in both], [theirs[one] for one in both], ks)
 
 
-class EvaluationLedger:
+class EvaluationLedger(LineFile):
     """`evaluations.jsonl`: what was evaluated in a run, each version once with each way of sampling.
 
     Args:
@@ -181,27 +178,16 @@ class EvaluationLedger:
         kept = [one for one in read(path) if one.run_id == run_id and one.step <= resumed_from]
         write_lines(path, [_line(one) for one in kept])
         self.steps = {one.step for one in kept}
-        self._file = LineFile(path)
+        super().__init__(path)
 
     def add(self, one: Evaluated) -> None:
         self.steps.add(one.step)
-        self._file.append(_line(one))
-
-    def sync(self) -> None:
-        """Every line is on the disk now. `DiskFullError` if there is no room for one."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(_line(one))
 
 
 def read(path: Path) -> list[Evaluated]:
     """The evaluations of a run, in order; lines that cannot be read are left out."""
-    found = []
-    for line in LineReader(path).new_lines():
-        with suppress(BadFileError):
-            found.append(shaped(Evaluated, parse_object(line)))
-    return found
+    return [*shaped_lines(Evaluated, path)]
 
 
 def before_and_after(path: Path) -> dict[str, Any]:

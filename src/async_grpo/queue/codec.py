@@ -18,14 +18,14 @@ from __future__ import annotations
 import json
 import math
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.images import EncodedImage, put_back, taken_out
 from async_grpo.queue import typed
 from async_grpo.queue.schema import IMAGES, TABLE, TYPED, Dtype, Schema
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup, distinct
-from async_grpo.rundir.reading import parse_deep_object
+from async_grpo.rundir.reading import bad, parse_deep_object
 from async_grpo.tokens.kept import unpack
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: s
     _expect("attempt", group.attempt, name and name.attempt)
     _expect("worker", group.worker, name and name.worker)
     if reason := _misfit_of_arrays(tensors, schema) or _contradiction(group, tensors, schema):
-        _bad(reason)
+        bad(reason)
     return group
 
 
@@ -137,11 +137,11 @@ def _together(values: dict[str, Any], tensors: Tensors) -> None:
 
 def _put_images_back(values: dict[str, Any], tensors: Tensors) -> None:
     if not tensors.keys() >= {IMAGES, TABLE}:
-        _bad(f"its tensors {IMAGES} and {TABLE} must be given together")
+        bad(f"its tensors {IMAGES} and {TABLE} must be given together")
     data, table = tensors.pop(IMAGES).tobytes(), parse_deep_object(tensors.pop(TABLE).tobytes())
     sizes = table.get("sizes")
     if type(sizes) is not list or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(data):
-        _bad("its table of images does not fit their bytes")
+        bad("its table of images does not fit their bytes")
     ends = list(accumulate(sizes))
     images = [EncodedImage(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
     put_back(values, images, table.get("places"))
@@ -223,32 +223,32 @@ def _pack(schema: Schema, header: dict[str, Any], tensors: Tensors) -> bytes:
 
 def _unpack(data: bytes | bytearray, schemas: dict[str, Schema]) -> tuple[Schema, dict[str, Any], Tensors]:
     if len(data) > MAX_FILE_BYTES:
-        _bad(f"{len(data):,} bytes are over the limit of {MAX_FILE_BYTES:,}")
+        bad(f"{len(data):,} bytes are over the limit of {MAX_FILE_BYTES:,}")
     start = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or start > len(data):
-        _bad("it is truncated, or no safetensors file")
+        bad("it is truncated, or no safetensors file")
     layout = parse_deep_object(data[8:start])
     metadata = layout.pop("__metadata__", None)
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        _bad("its metadata is not that of a queue file")
+        bad("its metadata is not that of a queue file")
     form = metadata.get("format", "none")
     schema = schemas.get(form)
     if schema is None:
         known = " or ".join(map(repr, schemas))
-        _bad(f"its format is {form[:40]!r}, not {known}: another version wrote it")
+        bad(f"its format is {form[:40]!r}, not {known}: another version wrote it")
     if list(metadata) != ["crc32c", "format", "header"]:
-        _bad("its metadata is not that of a queue file")
+        bad("its metadata is not that of a queue file")
     if not schema.required <= layout.keys() <= schema.dtypes.keys():
-        _bad(f"its tensors are {list(layout)[:8]}, not {list(schema.dtypes)}")
+        bad(f"its tensors are {list(layout)[:8]}, not {list(schema.dtypes)}")
     end = 0
     for name, about in layout.items():
         end += _tensor_bytes(name, about, schema.dtypes[name], schema.dimensions[name], end)
     if start + end != len(data):
-        _bad(f"it has {len(data)} bytes, its tensors need {start + end}: truncated or padded")
+        bad(f"it has {len(data)} bytes, its tensors need {start + end}: truncated or padded")
     view = memoryview(data)
     checksum = _checksum(view[:_CHECKSUM_AT], view[_CHECKSUM_END:])
     if data[_CHECKSUM_AT:_CHECKSUM_END] != checksum:
-        _bad(f"its checksum is {checksum.decode()}, not {metadata['crc32c'][:8]!r}: the content was changed")
+        bad(f"its checksum is {checksum.decode()}, not {metadata['crc32c'][:8]!r}: the content was changed")
     arrays = _arrays(data if type(data) is bytearray else bytearray(data), start, layout, schema) if layout else {}
     return schema, parse_deep_object(metadata["header"]), arrays
 
@@ -280,19 +280,19 @@ def _arrays(buffer: bytearray, start: int, layout: dict[str, Any], schema: Schem
 def _tensor_bytes(name: str, about: Any, dtype: Dtype, dimensions: int, begin: int) -> int:
     """Size of a tensor whose description was found sound; it must start at `begin`."""
     if type(about) is not dict or about.keys() != {"dtype", "shape", "data_offsets"}:
-        _bad(f"tensor {name} is not described as safetensors does")
+        bad(f"tensor {name} is not described as safetensors does")
     shape, offsets = about["shape"], about["data_offsets"]
     if about["dtype"] != dtype.safetensors or type(shape) is not list or len(shape) != dimensions:
-        _bad(f"tensor {name} is not {dtype.safetensors} with {dimensions} dimensions")
+        bad(f"tensor {name} is not {dtype.safetensors} with {dimensions} dimensions")
     size = dtype.item_bytes
     for extent in shape:
         if type(extent) is not int or not 0 <= extent <= MAX_FILE_BYTES:
-            _bad(f"tensor {name} has an impossible shape")
+            bad(f"tensor {name} has an impossible shape")
         size *= extent
     if type(offsets) is not list or [type(offset) for offset in offsets] != [int, int]:
-        _bad(f"tensor {name} has no offsets")
+        bad(f"tensor {name} has no offsets")
     if offsets != [begin, begin + size]:
-        _bad(f"tensor {name} lies at {offsets}, not at {[begin, begin + size]}")
+        bad(f"tensor {name} lies at {offsets}, not at {[begin, begin + size]}")
     return size
 
 
@@ -303,8 +303,4 @@ def _to_json(value: dict[str, Any]) -> bytes:
 
 def _expect(what: str, got: object, expected: object) -> None:
     if expected is not None and got != expected:
-        _bad(f"its {what} is {str(got)[:80]!r}, expected {expected!r}")
-
-
-def _bad(reason: str) -> NoReturn:
-    raise BadFileError(reason)
+        bad(f"its {what} is {str(got)[:80]!r}, expected {expected!r}")

@@ -16,7 +16,6 @@ slots of memory and know of no run: no process asks them whether the server live
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -28,7 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import BadFileError, DiskFullError, QueueError
+from async_grpo.errors import BadFileError, QueueError
+from async_grpo.rundir.files import room_for
 from async_grpo.rundir.paths import SERVER_LOCK
 from async_grpo.rundir.reading import open_plain, parse_object
 
@@ -88,12 +88,8 @@ class KernelLock:
     def add_to_note(self, **info: object) -> None:
         """Add to the holder's note. `DiskFullError` if there is no room; call again."""
         self._owner |= info
-        try:
+        with room_for(self.path):
             self._write_note()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise DiskFullError(f"The disk is full: no room for {self.path}.") from error
 
     def release(self) -> None:
         """Give the lock back; nothing happens if it is not held. The file stays."""

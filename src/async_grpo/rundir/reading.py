@@ -47,7 +47,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None
         fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            _bad("it is a link, and links are not followed")
+            bad("it is a link, and links are not followed")
         if error.errno not in _REFUSED:
             raise
         raise BadFileError(f"it cannot be opened: {error.strerror}") from error
@@ -55,7 +55,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None
     if not stat.S_ISREG(mode):
         os.close(fd)
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "of an unknown kind")
-        _bad(f"it is {kind}, not a regular file")
+        bad(f"it is {kind}, not a regular file")
     return fd
 
 
@@ -69,9 +69,9 @@ def read_and_close(fd: int, at_most: int, *, own: bool = False) -> bytearray:
         status = os.fstat(fd)
         size, done = status.st_size, 0
         if own and status.st_uid != os.geteuid():
-            _bad(f"it belongs to user {status.st_uid}")
+            bad(f"it belongs to user {status.st_uid}")
         if size > at_most:
-            _bad(f"{size:,} bytes are over the limit of {at_most:,}")
+            bad(f"{size:,} bytes are over the limit of {at_most:,}")
         data = bytearray(size)
         with memoryview(data) as view:
             while done < size and (got := os.readv(fd, [view[done:]])):  # reads are short only for very large files
@@ -107,7 +107,7 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """The JSON object in a text. `BadFileError` gives the reason where it holds anything else."""
     found = parse_deep_object(text)
     if is_nested_deeper(found, MAX_NESTING):
-        _bad("its JSON is nested too deeply")
+        bad("its JSON is nested too deeply")
     return found
 
 
@@ -116,11 +116,11 @@ def parse_deep_object(text: str | bytes | bytearray) -> dict[str, Any]:
     try:
         found = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
-        _bad("its JSON is nested too deeply")
+        bad("its JSON is nested too deeply")
     except ValueError as error:  # UnicodeDecodeError, and an integer of thousands of digits, among them
         raise BadFileError(f"it is not valid JSON ({error})") from error
     if not isinstance(found, dict):
-        _bad("its JSON is not an object")
+        bad("its JSON is not an object")
     return found
 
 
@@ -191,5 +191,6 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace")
 
 
-def _bad(reason: str) -> NoReturn:
+def bad(reason: str) -> NoReturn:
+    """Raise `BadFileError`."""
     raise BadFileError(reason)

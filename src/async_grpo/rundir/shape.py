@@ -6,7 +6,7 @@ import json
 import math
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from difflib import get_close_matches
@@ -26,6 +26,7 @@ from typing import (
 )
 
 from async_grpo.errors import BadFileError
+from async_grpo.rundir.reading import LineReader, bad, parse_object
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,6 +43,13 @@ def shaped(kind: type[_Shape], value: object, name: str = "it") -> _Shape:
     """
     fitted: _Shape = _fit(kind, value, name)
     return fitted
+
+
+def shaped_lines(kind: type[_Shape], path: Path) -> Iterator[_Shape]:
+    """The lines of a file, as `kind`. Those that cannot be read are left out: a crash may have cut one."""
+    for line in LineReader(path).new_lines():
+        with suppress(BadFileError):
+            yield shaped(kind, parse_object(line))
 
 
 def as_json(value: DataclassInstance) -> dict[str, Any]:
@@ -84,11 +92,11 @@ def _fit_dataclass(kind: Any, value: Any, name: str) -> Any:
     found, hints = _object(value, name), _hints(kind)
     if unknown := sorted(found.keys() - hints.keys()):
         near = get_close_matches(unknown[0][:40], hints, n=1)
-        _bad(f"{name} has an unknown field {unknown[0][:40]!r}{f'; the nearest is {near[0]!r}' if near else ''}")
+        bad(f"{name} has an unknown field {unknown[0][:40]!r}{f'; the nearest is {near[0]!r}' if near else ''}")
     for field in fields(kind):
         required = field.default is MISSING and field.default_factory is MISSING
         if required and field.name not in found:
-            _bad(f"{name} has no field {field.name!r}")
+            bad(f"{name} has no field {field.name!r}")
     return kind(**{field: _fit(hints[field], item, _inside(name, field)) for field, item in found.items()})
 
 
@@ -122,9 +130,9 @@ def _text(value: Any, name: str) -> str:
         _misfit(value, name, "text")
     try:
         if b"\0" in os.fsencode(value):  # a path may have bytes that are not UTF-8, as Python escapes them
-            _bad(f"{name} holds a zero byte")
+            bad(f"{name} holds a zero byte")
     except UnicodeEncodeError:
-        _bad(f"{name} holds half a character")
+        bad(f"{name} holds half a character")
     return value
 
 
@@ -151,7 +159,7 @@ _PLAIN: dict[Any, Callable[[Any, str], Any]] = {
 def _sized(value: Any, size: int, name: str) -> list[Any]:
     items: list[Any] = _list(value, name)
     if len(items) != size:
-        _bad(f"{name} has {len(items)} items, not {size}")
+        bad(f"{name} has {len(items)} items, not {size}")
     return items
 
 
@@ -165,8 +173,4 @@ def _misfit(value: Any, name: str, wanted: str) -> NoReturn:
         shown = "an object" if isinstance(value, dict) else "a list"
     else:
         shown = "a larger integer" if type(value) is int and value not in _INTEGERS else f"{json.dumps(value):.60}"
-    _bad(f"{name} is {shown}, not {wanted}")
-
-
-def _bad(reason: str) -> NoReturn:
-    raise BadFileError(reason)
+    bad(f"{name} is {shown}, not {wanted}")

@@ -61,7 +61,7 @@ _ACCURACY = "eval_rewards/accuracy/mean"  # of TRL's own evaluation
 _QUOTED = ("step", "eval_version", "loss", "reward", _ACCURACY, SET)
 
 
-class RunLog:
+class RunLog(LineFile):
     """Writes metrics and the step line, and remembers what the summary quotes.
 
     Args:
@@ -76,7 +76,7 @@ class RunLog:
         self._first_step_at = 0.0
         self._last_shown: int | None = None
         self._quotes: dict[str, float] = {}
-        self._file = LineFile(path)
+        super().__init__(path)
         self._earlier = self._logged_earlier(path)
         for entry in self._earlier:
             self._remember(entry)
@@ -98,7 +98,7 @@ class RunLog:
             logger.info(LEGEND)
         kept = [entry for entry in self._earlier if step_of(entry) <= step]
         if len(kept) < len(self._earlier):
-            self._file.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), RESUMED: True}))
+            self.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), RESUMED: True}))
             self._quotes = {}
             for entry in kept:
                 self._remember(entry)
@@ -111,7 +111,7 @@ class RunLog:
             sampled_with: how TRL samples in training, and in its own evaluation.
         """
         values = _json_values({**_evaluated_set(logs), **logs})
-        self._file.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), **values}, default=str))
+        self.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), **values}, default=str))
         self._remember(values)
         if "loss" in logs:
             self.step_done(step, logs)
@@ -127,13 +127,6 @@ class RunLog:
         self._last_shown = step
         parts = [f"ETA {self._eta(step)}", *described(figures, self._line)]
         logger.log(STEP, "step {}/{} {}", step, self._total_steps, "  ".join(parts))
-
-    def sync(self) -> None:
-        """Every line is on the disk now. `DiskFullError` if there is no room for one."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
 
     def quotes(self) -> dict[str, float]:
         """The summary's figures about learning; only those that the run has."""

@@ -21,29 +21,26 @@ from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import shaped
 
 
-class StateWriter:
+class StateWriter(LineFile):
     """Appends to the file of a run."""
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
+        super().__init__(path)
         self._logged = 0  # entries that are in the file
 
     def begins(self, step: int) -> None:
         self._logged = 0
-        self._write({"begins": step})
+        self._put({"begins": step})
 
     def step(self, step: int, state: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> None:
         """Args: log: all entries until now."""
         for entry in log[self._logged :]:
-            self._write({"logged": entry})
+            self._put({"logged": entry})
         self._logged = len(log)
-        self._write({"step": step, "state": state})
+        self._put({"step": step, "state": state})
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.append(json.dumps(line, default=_plain))
+    def _put(self, line: Mapping[str, Any]) -> None:
+        self.append(json.dumps(line, default=_plain))
 
 
 def _plain(value: Any) -> Any:

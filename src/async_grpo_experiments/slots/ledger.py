@@ -12,10 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from async_grpo.errors import BadFileError
 from async_grpo.rundir.files import LineFile
-from async_grpo.rundir.reading import LineReader, parse_object
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import shaped_lines
 from async_grpo.setup.process import is_alive
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
@@ -44,7 +42,7 @@ class Record:
     lost: int = 0  # how often its process was lost with the machine that it ran on
 
 
-class Ledger:
+class Ledger(LineFile):
     """The records in a file. One process at a time writes it; its owner holds a lock.
 
     >>> ledger = Ledger(Path("slots.jsonl"))
@@ -55,28 +53,20 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.records = read(path)
-        self._file = LineFile(path)
+        super().__init__(path)
 
     def put(self, record: Record) -> None:
         self.records[record.task] = record
-        self._file.append(json.dumps(asdict(record)))
+        self.append(json.dumps(asdict(record)))
 
     def change(self, task: str, **changes: object) -> Record:
         self.put(replace(self.records[task], **changes))  # type: ignore[arg-type]  # names are checked by replace()
         return self.records[task]
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def read(path: Path) -> dict[str, Record]:
-    """The newest record of each task, by name. Lines that cannot be read are left out: a crash may have cut one."""
-    found: dict[str, Record] = {}
-    for line in LineReader(path).new_lines():
-        with suppress(BadFileError):
-            record = shaped(Record, parse_object(line))
-            found[record.task] = record
-    return found
+    """The newest record of each task, by name."""
+    return {record.task: record for record in shaped_lines(Record, path)}
 
 
 def born(pid: int) -> float:
