@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo_ipc import fields
 from async_grpo_ipc.errors import HandleFileError
-from async_grpo_ipc.files import open_regular
-from async_grpo_ipc.locks import OwnedFd
+from async_grpo_ipc.locks import OwnedFd, open_regular
 
 if TYPE_CHECKING:
     from async_grpo_ipc.layout import Layout, TensorSpec

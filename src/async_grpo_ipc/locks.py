@@ -18,18 +18,19 @@ package is an `OwnedFd`, closed in the child by `os.register_at_fork`; `exec` cl
 import errno
 import fcntl
 import os
+import stat
 import struct
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo_ipc.errors import ExporterAliveError, ForkedError
-from async_grpo_ipc.files import open_regular
+from async_grpo_ipc.errors import ExporterAliveError, ForkedError, HandleFileError
 
 OWNER_BYTE = 0  # exclusively held by the exporter as long as it lives
 ATTACHED_BYTE = 1  # held shared by every reader as long as it maps the memory
 FIRST_SLOT_BYTE = 16  # slot i is byte 16 + i: shared while read, exclusive while written
 
+_NOT_ITS_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _FLAGS, _PF_EXITING = 6, 0x4  # of /proc/PID/stat, counted behind the name; linux/sched.h
 
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -186,3 +187,22 @@ def _locked_bytes(pid: int, fd: str) -> list[int]:
     """First bytes of the locks in fdinfo: `lock: 1: OFDLCK ADVISORY READ -1 00:01:2 16 16`."""
     lines = Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
     return [int(line.split()[-2]) for line in lines if line.startswith("lock:")]
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file: waits for no pipe, follows no link. `HandleFileError` says what else it is."""
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:
+        raise HandleFileError(
+            f"{path} does not exist: no exporter has published there yet, or it has ended."
+        ) from error
+    except OSError as error:
+        if error.errno in _NOT_ITS_FAULT:
+            raise
+        why = "it is a link, and links are not followed" if error.errno == errno.ELOOP else error.strerror
+        raise HandleFileError(f"{path} cannot be opened: {why}. Find out which process put it there.") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise HandleFileError(f"{path} is not a regular file. Find out which process put it there.")
+    return fd

@@ -25,8 +25,7 @@ from async_grpo.queue.codec import decode_group
 from async_grpo.setup import sampling_changes
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import OpenAIHarness
-from async_grpo.setup.own_generation import check_generation
-from async_grpo.setup.sampling import transformers_config
+from async_grpo.setup.sampling import check_generation, transformers_config
 from async_grpo.training import watch
 from async_grpo.training.watch import Watch
 
@@ -418,7 +417,7 @@ def test_what_is_set_after_the_trainer_was_built_needs_transformers(tmp_path: Pa
 
 def test_the_methods_of_generate_are_there() -> None:
     for name in ("generate", "_sample", "_get_logits_processor", "_get_stopping_criteria"):
-        assert callable(getattr(GenerationMixin, name, None)), f"{name} has moved: async_grpo.setup.own_generation"
+        assert callable(getattr(GenerationMixin, name, None)), f"{name} has moved: async_grpo.setup.sampling"
 
 
 def test_a_decoding_loop_of_the_models_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

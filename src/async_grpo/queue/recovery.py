@@ -38,11 +38,8 @@ def recover_dead(root: Path, moves: Moves, max_attempts: int, *, counts: bool = 
         is_far = claims_for_others(lock.last_owner())
         if not lock.try_acquire():
             continue
-        try:
-            with suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
-                recovered += moves.release_claims(worker, max_attempts, counts=counts and not is_far)
-        finally:
-            lock.release()
+        with lock, suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
+            recovered += moves.release_claims(worker, max_attempts, counts=counts and not is_far)
     return recovered
 
 

@@ -77,15 +77,13 @@ def server_of(run: RunDir, role: str) -> Iterator[tuple[KernelLock, RunState]]:
     lock = server_lock(run.root)
     if not lock.try_acquire({"role": role}):
         raise RunDirError(in_use(run))
-    try:
+    with lock:
         state = run.read_state()
         if state is None:
             raise RunDirError(f"{run.root} holds no run: prepare one first.")
         with suppress(OSError):  # what a killed server has left: until there is another, this one is loading
             run.weights_handle.unlink()
         yield lock, state
-    finally:
-        lock.release()
 
 
 def _serve(options: ServerOptions, run: RunDir, state: RunState, stop: StopRequest, lock: KernelLock) -> str:

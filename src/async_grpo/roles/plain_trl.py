@@ -63,10 +63,8 @@ def held(run_dir: Path) -> Iterator[None]:
             f"Another process trains in {run_dir} ({describe_holder(lock.holder())}). Wait for it, stop it, or choose "
             "another --run-dir."
         )
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def train(trainer: GRPOTrainer, run_dir: Path) -> None:

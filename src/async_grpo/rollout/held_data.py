@@ -1,12 +1,18 @@
-"""Data that reward functions keep between their calls: each worker has a copy of it, where TRL has one."""
+"""What is wrong with reward functions and shows only in their calls.
+
+They keep data between calls, of which each worker has a copy where TRL has one; or they never give a number: training
+goes to its end with them, and nothing is learnt from them.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Sized
+from collections import Counter
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
+from threading import Lock
 from types import CellType, CodeType
 from typing import Any
 
@@ -18,6 +24,7 @@ from async_grpo.log import logger
 from async_grpo.records import distinct
 from async_grpo.rollout.failures import is_users_code
 
+PATIENCE = 4  # groups: a function may be for some rows only, and give None for all others
 FIRST_CALLS = 8  # of a worker, that are looked at
 _MOST_ITEMS = 1000  # of a container that is looked at
 _MOST_INSIDE = 31  # of a container in one
@@ -155,3 +162,34 @@ def _attributes(value: Any) -> dict[str, Any]:
     of_class = {name: it for name, it in vars(kind).items() if not name.startswith("__")}
     slots = {name: getattr(value, name) for name in getattr(kind, "__slots__", ()) if hasattr(value, name)}
     return of_class if kind is value else {**of_class, **slots, **getattr(value, "__dict__", {})}
+
+
+class Numberless:
+    """Warns once of each reward function that has given only NaN or None so far, from any thread."""
+
+    def __init__(self) -> None:
+        self._settled: set[int] = set()  # places of functions that gave a number, or were warned of
+        self._completions: Counter[int] = Counter()  # of those that did not
+        self._groups = 0
+        self._lock = Lock()
+
+    def saw(self, names: Sequence[str], rewards: torch.Tensor, groups: int) -> None:
+        """One call of the reward functions gave `rewards`, [completions, F], for so many groups."""
+        silent = torch.isnan(rewards).all(dim=0).tolist()
+        with self._lock:
+            self._groups += groups
+            self._settled |= {place for place, is_silent in enumerate(silent) if not is_silent}
+            for place in [place for place in range(len(names)) if place not in self._settled]:
+                self._completions[place] += len(rewards)
+                if len(names) == 1 or self._groups >= PATIENCE:
+                    self._warn(place, distinct(names)[place], alone=len(names) == 1)
+
+    def _warn(self, place: int, name: str, *, alone: bool) -> None:
+        self._settled.add(place)
+        logger.warning(
+            "the reward function {} gave no number, only NaN or None, for any of {} completions so far: {}. Let it "
+            "return a number for each completion",
+            name,
+            self._completions[place],
+            "they have no reward at all, and nothing is learnt from them" if alone else "it has no part in the reward",
+        )

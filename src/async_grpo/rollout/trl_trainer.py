@@ -18,9 +18,8 @@ from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import DIVERGENCE, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.held_data import HeldData
+from async_grpo.rollout.held_data import HeldData, Numberless
 from async_grpo.rollout.left import leave, left
-from async_grpo.rollout.numberless import Numberless
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
 from async_grpo.rollout.trl_group import (
     GeneratedGroup,

@@ -144,10 +144,8 @@ def _not_in_use(run: RunDir) -> Iterator[None]:
     lock = server_lock(run.root)
     if not lock.try_acquire({"role": "preparing a run"}):
         raise RunDirError(in_use(run))
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def in_use(run: RunDir) -> str:

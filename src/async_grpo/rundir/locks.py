@@ -25,7 +25,7 @@ import threading
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from async_grpo.errors import BadFileError, QueueError
 from async_grpo.rundir.files import room_for
@@ -98,6 +98,12 @@ class KernelLock:
                 _held.pop(self._inode, None)
                 os.close(self._fd)
             self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
     @property
     def held_here(self) -> bool:

@@ -41,15 +41,8 @@ ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
     *("consumed.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
     *("hyperparameters.json", "last_weights", "last_weights.part", "trainer_states.jsonl"),
-    *(
-        "nodes.json",
-        "run.json",
-        SERVER_LOCK,
-        "generator.lock",
-        "refused.json",
-        "ps_ipc_handle.json",
-        "ps_ipc_handle_version.json",
-    ),
+    *("nodes.json", "run.json", SERVER_LOCK, "generator.lock", "refused.json"),
+    *("ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
 

@@ -13,9 +13,8 @@ from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.openai_harness import check_agent
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
-from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.replaced import replaced_by_user
-from async_grpo.setup.sampling import check_sampling, refuse_guided
+from async_grpo.setup.sampling import check_generation, check_sampling, refuse_guided
 from async_grpo.training import trl_trainer
 from async_grpo.training.corrections.checks import check, describe, describe_noise
 from async_grpo.training.corrections.rule import rule_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
@@ -19,11 +19,11 @@ from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.companions import Evaluations
 from async_grpo.training.job_issuer import JobIssuer, SeenOfTrainer
-from async_grpo.training.quotas import Quotas, with_each_task
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
 from async_grpo.training.weight_publisher import WeightPublisher
 
+Quotas = Mapping[str, int]  # groups of each task in every batch; their sum is at most the size of a batch
 UNIFORM_ROUNDS = 10  # rounds of groups with equal rewards in a row; then train on them anyway
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
 MIN_FAILURES = 8  # in a row that end a run: a whole small batch may fail by chance
@@ -428,3 +428,27 @@ class RolloutSource:
             f"{counted(missing, 'more group')} from {counted(workers, 'worker')} "
             f"({counts.pending} pending, {counts.processing} in process)"
         )
+
+
+def with_each_task(
+    by_age: Sequence[int], finished: Container[int], task_of: Mapping[int, str], quotas: Quotas, size: int
+) -> list[int] | None:
+    """The groups of a batch; None as long as it has to wait.
+
+    Of each task it has its quota, or as many groups as are under way, if they are fewer: the oldest finished ones. The
+    rest are the oldest finished groups of any task. So it only ever waits for groups that are under way.
+
+    Args:
+        by_age: sequence numbers of the groups under way, finished ones among them, the oldest first.
+        size: of a batch, in groups.
+    """
+    chosen: list[int] = []
+    for task, quota in quotas.items():
+        under_way = [seq for seq in by_age if task_of[seq] == task]
+        there = [seq for seq in under_way if seq in finished][:quota]
+        if len(there) < min(quota, len(under_way)):
+            return None
+        chosen += there
+    others = [seq for seq in by_age if seq in finished and seq not in chosen]
+    chosen += others[: size - len(chosen)]
+    return chosen if len(chosen) == size else None

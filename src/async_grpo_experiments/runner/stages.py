@@ -32,7 +32,7 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_end, read_object
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import end_with_parent, rank_of_launch
-from async_grpo_experiments.algorithms.protocols import GRPO_RUN, collect
+from async_grpo_experiments.algorithms.protocols import GRPO_RUN, Continuations, Cut, collect
 from async_grpo_experiments.algorithms.rows import Rows
 from async_grpo_experiments.cut_plans import requests_of
 from async_grpo_experiments.problems.table import ProblemSet
@@ -43,7 +43,6 @@ from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.peaks import USAGE
 from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
-from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, problems_of, settings_of
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
@@ -391,6 +390,45 @@ def _is_done(folder: Path, token: str) -> bool:
     """Whether this very attempt has left its folder: a cluster starts a command again that it has lost."""
     manifest = states.manifest_of(folder)
     return manifest is not None and manifest.attempt == token
+
+
+class SampledAnswers:
+    """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan.
+
+    Args:
+        samples: the rows.
+        rewards: one for each row.
+        verified: whether a reward is 1 for what is right and 0 for all else.
+    """
+
+    def __init__(self, samples: Iterable[Mapping[str, Any]], rewards: Sequence[float], *, verified: bool) -> None:
+        self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
+        for row, reward in zip(samples, rewards, strict=True):
+            place = row["wave"], row["problem"], row["request"]
+            self._by_request.setdefault(place, []).append({**row, "reward": reward})
+        self._wave, self._verified = -1, verified
+
+    def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
+        """Answer the next wave of cuts. A cut that failed has no answer."""
+        self._wave += 1
+        before: dict[int, int] = {}
+        found = []
+        for cut in cuts:
+            place = before[cut.problem] = before.get(cut.problem, -1) + 1
+            if rows := self._by_request.get((self._wave, cut.problem, place)):
+                found.append(_continuations(cut, rows, self._verified))
+        return found
+
+
+def _continuations(cut: Cut, rows: Sequence[Mapping[str, Any]], verified: bool) -> Continuations:
+    rewards = tuple(float(row["reward"]) for row in rows)
+    return Continuations(
+        cut=cut,
+        prompt=tuple(rows[0]["prompt_ids"]),
+        completions=tuple(tuple(row["completion_ids"][len(cut.prefix) :]) for row in rows),
+        rewards=rewards,
+        correct=tuple(reward == 1 for reward in rewards) if verified else (),
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,10 +25,8 @@ def held_alone(lock_file: Path, *, role: str, way_out: str) -> Iterator[None]:
         raise RunDirError(
             f"{lock_file.parent} is in use by another {role} ({describe_holder(lock.holder())}). {way_out}"
         )
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

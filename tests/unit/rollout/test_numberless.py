@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from async_grpo.rollout.numberless import PATIENCE, Numberless
+from async_grpo.rollout.held_data import PATIENCE, Numberless
 
 NAN = float("nan")
 

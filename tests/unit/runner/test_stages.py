@@ -21,9 +21,8 @@ from async_grpo_experiments.reward_models import load_reward_model
 from async_grpo_experiments.runner import stages
 from async_grpo_experiments.runner.config import ExperimentConfig, checked
 from async_grpo_experiments.runner.graph import jobs_of
-from async_grpo_experiments.runner.sampled_answers import SampledAnswers
 from async_grpo_experiments.runner.stage_settings import check, settings_of
-from async_grpo_experiments.runner.stages import StageOutOfMemory, Work
+from async_grpo_experiments.runner.stages import SampledAnswers, StageOutOfMemory, Work
 from async_grpo_experiments.worlds.sentiment import sentiment_tokenizer
 from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit_fakes import Bench, schedule, seqs
 
 from async_grpo.errors import AllGroupsFailedError
-from async_grpo.training.quotas import with_each_task
+from async_grpo.training.rollout_source import with_each_task
 
 TASKS = ("math", "logic")
 QUOTAS = {"math": 2, "logic": 2}

@@ -18,8 +18,14 @@ from async_grpo.setup.generator_choice import (
     choose_generator,
     engine_inside,
 )
-from async_grpo.setup.own_generation import check_generation
-from async_grpo.setup.sampling import check_sampling, guidance_of, needs_kept_tokens, stop_tags, transformers_config
+from async_grpo.setup.sampling import (
+    check_generation,
+    check_sampling,
+    guidance_of,
+    needs_kept_tokens,
+    stop_tags,
+    transformers_config,
+)
 from async_grpo.telemetry.waiting import wait_until
 
 ENGINE_START_S = 1200.0  # for all engines of one GPU
@@ -79,10 +85,8 @@ def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
         f"({describe_holder(lock.holder())})",
         timeout_s=ENGINE_START_S,
     )
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
