@@ -167,13 +167,3 @@ class Found:
         with suppress(ValueError, IndexError):
             return int(command[command.index("--launched-by") + 1])
         return server.pid
-
-
-def wait_until_over(process: Process, timeout_s: float) -> bool:
-    """Whether it ended in time."""
-    deadline = time.monotonic() + timeout_s
-    while not process.is_over():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

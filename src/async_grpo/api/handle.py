@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from async_grpo.api.child import Process, wait_until_over
+from async_grpo.api.child import Process
 from async_grpo.api.notebook import Panel
 from async_grpo.api.result import Result
 from async_grpo.errors import AsyncGRPOError, RunDirError, WaitTimeoutError
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import STOP_GRACE_S
+from async_grpo.setup.process import within
 from async_grpo.status.snapshot import RunView, look
 
 POLL_S = 0.2
@@ -67,9 +68,9 @@ class Handle:
         """End the run as Ctrl-C does, with a checkpoint: `resume=True` continues it. An ended run stays."""
         if not self._process.is_over():
             self._process.ask_to_stop()
-            if not wait_until_over(self._process, self._grace_s() + MARGIN_S):
+            if not within(self._grace_s() + MARGIN_S, self._process.is_over):
                 self._process.kill()
-                wait_until_over(self._process, MARGIN_S)
+                within(MARGIN_S, self._process.is_over)
         return Result(self.run_dir)
 
     def _grace_s(self) -> float:

@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from async_grpo.setup.process import has_ended, leave_at_once, path_to_us
+from async_grpo.setup.process import has_ended, leave_at_once, path_to_us, start_logged, within
 
 POLL_S = 0.05
 _LAST_LINES = 20
@@ -46,19 +45,12 @@ def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: Mapping
     """
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as scratch:
         answer, said = Path(scratch) / "answer.json", Path(scratch) / "output.txt"
-        with said.open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(question), str(answer)],
-                env={**env, "PYTHONPATH": path_to_us(env)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                in_time = _ends_within(timeout_s, child)
-            finally:
-                _end_family(child)
+        command = [sys.executable, "-m", module, json.dumps(question), str(answer)]
+        child = start_logged(command, {**env, "PYTHONPATH": path_to_us(env)}, said)
+        try:
+            in_time = within(timeout_s, lambda: has_ended(child), POLL_S)
+        finally:
+            _end_family(child)
         if not in_time or child.returncode != 0:
             how = how_it_ended(child.returncode) if in_time else f"did not answer in {timeout_s:g} s"
             raise ChildFailed(how, said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
@@ -80,15 +72,6 @@ def _end_family(child: subprocess.Popen[bytes]) -> None:
     """
     os.killpg(child.pid, signal.SIGTERM if has_ended(child) else signal.SIGKILL)
     child.wait()
-
-
-def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not has_ended(child):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def how_it_ended(code: int) -> str:

@@ -32,7 +32,7 @@ from async_grpo.formatting import printable
 from async_grpo.log import logger
 from async_grpo.rundir.reading import read_end
 from async_grpo.serving.guard import GUARD
-from async_grpo.setup.process import has_ended, path_to_us, start_logged
+from async_grpo.setup.process import has_ended, path_to_us, start_logged, within
 from async_grpo.telemetry.waiting import Reminder
 
 PLUGINS = "vllm.general_plugins"  # entry points that vLLM calls in each of its processes
@@ -224,9 +224,7 @@ class VLLMServerProcess:
             return
         if grace_s > 0:
             self._process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        while not has_ended(self._process) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        within(grace_s, lambda: not self.running, POLL_S)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its leader has not been waited for, so it is still this one
         self._process.wait()

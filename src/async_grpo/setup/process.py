@@ -151,6 +151,16 @@ def has_ended(child: subprocess.Popen[bytes]) -> bool:
         return True
 
 
+def within(timeout_s: float, holds: Callable[[], bool], poll_s: float = 0.1) -> bool:
+    """Whether it holds in time; it is asked again and again."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
 def is_alive(process: psutil.Process) -> bool:
     """Whether it has not ended. A zombie has: in a container there may be nobody who reaps it."""
     import psutil

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +26,7 @@ from async_grpo.launch.supervisor import Exit, Exits, Health
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.reading import read_object
-from async_grpo.setup.process import has_ended, start_logged
+from async_grpo.setup.process import has_ended, start_logged, within
 from async_grpo_experiments.slots.starter import LOST, PlacedChild, held_by_us
 
 LOOK_S = 0.1
@@ -70,9 +71,7 @@ class ClusterCommand:
 
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + self._grace_s
-            while not has_ended(self._process) and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
+            within(self._grace_s, partial(has_ended, self._process), LOOK_S)
             self._process.kill()
         return DelayedSubmission(
             ClusterCommand(self._command, self._env, self._log, self._code_file, grace_s=self._grace_s)

@@ -162,7 +162,7 @@ def test_a_stop_gives_the_server_the_grace_that_the_run_was_begun_with(
     """Also through a handle that was found again, or of a resume, which name none."""
     prepare(tmp_path / "w", planned(setup_file, **options))
     waited: list[float] = []
-    monkeypatch.setattr(handle_module, "wait_until_over", lambda process, timeout_s: waited.append(timeout_s) or True)
+    monkeypatch.setattr(handle_module, "within", lambda timeout_s, is_over: waited.append(timeout_s) or True)
     nobody: Any = SimpleNamespace(is_over=lambda: False, ask_to_stop=lambda: None)
     Handle(tmp_path / "w", nobody).stop()
     assert waited == [grace_s + handle_module.MARGIN_S]

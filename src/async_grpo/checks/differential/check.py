@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from async_grpo.checks import probe
@@ -21,7 +22,7 @@ from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.launch.child_log import last_line
 from async_grpo.rundir.paths import RunDir
-from async_grpo.setup.process import path_to_us
+from async_grpo.setup.process import has_ended, path_to_us, start_logged, within
 from async_grpo.setup.setup_file import check_setup_file
 
 DEADLINE_S = 3600.0  # of either training
@@ -98,10 +99,7 @@ def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None
     ]
     said, facts = scratch / "output.txt", scratch / FACTS
     env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
-    with said.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+    process = start_logged(command, env, said)
     deadline, told = time.monotonic() + DEADLINE_S, False
     try:
         while process.poll() is None and time.monotonic() < deadline:
@@ -125,11 +123,9 @@ def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask a run that still trains to stop; its launcher ends the others."""
     process.terminate()
-    try:
-        process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
+    if not within(_GRACE_S, partial(has_ended, process)):
         process.kill()
-        process.wait()
+    process.wait()
 
 
 def _failed(what: str, said: Sequence[str], say: Callable[[str], None], why: str = "") -> UnsupportedError:
