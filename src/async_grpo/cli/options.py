@@ -95,10 +95,7 @@ def planned(args: argparse.Namespace, **came_to: Any) -> RunPlan:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=DEFAULT_RUN_DIR,
-        help="queue, logs and metrics of the run (default: worker/)",
+        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="queue, logs and metrics of the run (default: worker/)"
     )
     add_log_level_option(parser)
     add_settings(parser, TrainingSettings, "stall_warning")

@@ -9,15 +9,7 @@ from typing import NamedTuple
 
 from async_grpo.errors import BadFileError
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, set_aside_files
-from async_grpo.queue.names import (
-    COMPLETE,
-    FAILED,
-    PENDING,
-    PROCESSING,
-    JobName,
-    SetAside,
-    reason_name,
-)
+from async_grpo.queue.names import COMPLETE, FAILED, PENDING, PROCESSING, JobName, SetAside, reason_name
 
 
 class QueueCounts(NamedTuple):

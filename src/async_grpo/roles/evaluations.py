@@ -56,12 +56,7 @@ def run_evaluations(
     ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from)
     every = settings.eval_every if problems else 0
     return RunEvaluations(
-        weights,
-        ledger,
-        begin,
-        every=every,
-        first=not settings.no_eval_first,
-        report=partial(log_evaluation, trainer),
+        weights, ledger, begin, every=every, first=not settings.no_eval_first, report=partial(log_evaluation, trainer)
     )
 
 
@@ -70,13 +65,7 @@ def evaluation_of(
 ) -> Evaluation:
     """Begin the evaluation of a version, as the settings say. `more`: the other arguments of `Evaluation`."""
     return Evaluation(
-        queue,
-        judge,
-        problems,
-        version=version,
-        replicates=settings.eval_replicates,
-        ks=settings.evaluated_ks(),
-        **more,
+        queue, judge, problems, version=version, replicates=settings.eval_replicates, ks=settings.evaluated_ks(), **more
     )
 
 

@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.archive.room import RETRY_S, write_with_room
-from async_grpo.errors import (
-    BadGroupError,
-    DiskFullError,
-    PeerDiedError,
-    UnsupportedError,
-    WaitTimeoutError,
-)
+from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.log import logger
 from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.records import Timings

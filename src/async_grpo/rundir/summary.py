@@ -123,9 +123,7 @@ def _learning(figures: dict[str, Any]) -> list[Row]:
         rows.append(("reward first → last", f"{figures['reward_first']:.3f} → {figures['reward_last']:.3f}"))
     if "evaluated_after" in figures:
         name = _EVALUATED.get(figures.get("evaluated", ""), "figure")
-        rows.append(
-            (f"evaluations: {name}", f"{figures['evaluated_before']:.3f} → {figures['evaluated_after']:.3f}"),
-        )
+        rows.append((f"evaluations: {name}", f"{figures['evaluated_before']:.3f} → {figures['evaluated_after']:.3f}"))
         rows.append(("evaluations sampled with", figures.get("evaluated_with", "")))
         return rows
     for after, before in _accuracies(figures):

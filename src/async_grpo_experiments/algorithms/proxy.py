@@ -122,10 +122,7 @@ def train_proxy(settings: ProxySettings, pairs: Rows, out: Path) -> Trained:
     settings = replace(settings, epochs=own.epochs, max_steps=-1, lr=settings.lr if own.lr is None else own.lr)
     set_seed(settings.seed)  # its last layer begins at random
     model = AutoModelForSequenceClassification.from_pretrained(
-        settings.value or settings.reference,
-        num_labels=1,
-        dtype=torch.float32,
-        attn_implementation=settings.attn_impl,
+        settings.value or settings.reference, num_labels=1, dtype=torch.float32, attn_implementation=settings.attn_impl
     )
     check_lengths(pairs, model.config)
     trained_on, held_out = split_by_prompt(pairs, settings.seed)

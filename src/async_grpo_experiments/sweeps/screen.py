@@ -28,11 +28,7 @@ class SweepScreen(QueueScreen):
     """A row for each run."""
 
     def __init__(
-        self,
-        sweep: Sweep,
-        records: Mapping[str, Record],
-        places: Sequence[Place],
-        console: Console | None = None,
+        self, sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place], console: Console | None = None
     ) -> None:
         super().__init__("sweep", console)
         self._runs, self._records = sweep.runs, records

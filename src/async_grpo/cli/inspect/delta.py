@@ -36,10 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     rebuild.add_argument("--step", type=not_negative, metavar="N", help="default: the newest")
     rebuild.add_argument("--output", type=Path, metavar="FOLDER", help="default: version-N in the current folder")
     rebuild.add_argument(
-        "--base",
-        type=Path,
-        metavar="FOLDER",
-        help="for delta_000001.pt files: the checkpoint that they start from",
+        "--base", type=Path, metavar="FOLDER", help="for delta_000001.pt files: the checkpoint that they start from"
     )
     stats = commands.add_parser("stats", help="what changes, by step, layer and kind of matrix")
     stats.add_argument(

@@ -44,12 +44,7 @@ from async_grpo.rollout.engines.vllm_sampling import (
     require_kept,
     set_own,
 )
-from async_grpo.rollout.engines.vllm_weights import (
-    NO_FAST_INFERENCE,
-    names_of,
-    plain,
-    require_same_base,
-)
+from async_grpo.rollout.engines.vllm_weights import NO_FAST_INFERENCE, names_of, plain, require_same_base
 from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
 from async_grpo.tokens import Tokens

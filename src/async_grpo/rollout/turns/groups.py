@@ -45,11 +45,7 @@ class Turns(Generation):
         self._asks = Asks(engine)
         self._threads = Threads()
         self._whole = WholeGenerations(self._asks, self._threads, threading.current_thread())
-        self._tools = Tools(
-            trl.tools,
-            timeout_s=settings.tool_timeout,
-            users_loop=lambda: trl.trainer.async_loop,
-        )
+        self._tools = Tools(trl.tools, timeout_s=settings.tool_timeout, users_loop=lambda: trl.trainer.async_loop)
         self._harness = self._harness_of(engine, settings)
         self._by_transcript = trl.goes_by_turns or self._harness is not None
         self._beginning = asyncio.Lock()  # environments are reset group by group

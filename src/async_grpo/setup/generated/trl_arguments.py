@@ -20,11 +20,9 @@ from async_grpo.setup.generated.trl_flags import argument_types, in_full, what_i
 from async_grpo.setup.grpo_config.values import COMMIT
 
 CONFIG = "--config"
-_REFUSED = {
-    "resume_from_checkpoint": "--resume continues a run, from its newest checkpoint. Leave it out.",
-}
+_REFUSED = {"resume_from_checkpoint": "--resume continues a run, from its newest checkpoint. Leave it out."}
 _REFUSED_FLAGS = {
-    "hub_token": "run.json keeps the arguments, and a token is a secret: set HF_TOKEN in the environment.",
+    "hub_token": "run.json keeps the arguments, and a token is a secret: set HF_TOKEN in the environment."
 }
 _redact = Redactor()
 
