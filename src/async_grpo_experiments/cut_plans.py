@@ -24,7 +24,6 @@ def requests_of(
     """Return the plan that asks for the same cuts. A cut that failed has no continuations.
 
     Args:
-        trainer: the `GRPOTrainer` that samples them.
         unguided: sampling settings of the cuts that the reference continues.
 
     Raises:

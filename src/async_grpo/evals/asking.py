@@ -53,11 +53,9 @@ class Asking:
     """Jobs on their way to the workers and back. Call `look` until none is left, or `wait`.
 
     Args:
-        total: how many jobs.
         job_of: makes the job of an index with a sequence number. Only the number differs from call to call.
         take: gets each group with its index. What it raises is why that job counts as failed.
         version: the only version that workers can see until the end.
-        most_open: jobs at a time.
         finished: groups that an earlier process left; those that answer one of these jobs are used again.
     """
 

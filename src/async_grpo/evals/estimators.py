@@ -160,11 +160,7 @@ def problems_with_interval(values: Sequence[float], within: Range | None) -> Est
 
 
 def mean_with_interval(values: Sequence[float], within: Range | None = None) -> Estimate:
-    """The mean of independent values, with Student's t interval; none for a single one.
-
-    Args:
-        within: the interval is cut to what the mean can be.
-    """
+    """The mean of independent values, with Student's t interval, cut to `within`; none for a single one."""
     from scipy.special import stdtrit
 
     mean, n = fmean(values), len(values)

@@ -56,11 +56,7 @@ Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and their log-p
 
 
 class Sample(Protocol):
-    """Has one completion of each of these prompts sampled.
-
-    Args:
-        fields: what the processor made of the images.
-    """
+    """Has one completion of each of these prompts sampled. `fields` are what the processor made of the images."""
 
     def __call__(self, prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled: ...
 

@@ -116,12 +116,7 @@ class TrainerView:
         wait: until the server has come to a step that it has issued jobs at.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        states: StateReader | None = None,
-        wait: Wait | None = None,
-    ) -> None:
+    def __init__(self, trainer: Any, states: StateReader | None = None, wait: Wait | None = None) -> None:
         self._states, self._wait = states, wait or _without_waiting
         self._built_with = dict(vars(trainer.state))
         self.outside = ScoringCall(self._built_with)  # of code that runs in no call: it sees the newest issued
@@ -178,11 +173,7 @@ class TrainerView:
         return calls[0] if calls and all(call.known == calls[0].known for call in calls) else self.outside
 
     def refuse(self, what: str, why: str) -> NoReturn:
-        """Raise `RunRefused`, and again at the end of the call.
-
-        Args:
-            why: and in a second sentence what to do.
-        """
+        """Raise `RunRefused`, and again at the end of the call. `why` also says, in a second sentence, what to do."""
         way = "or train in one process (without --distributed)"
         self._fail(RunRefused(f"{what} cannot be used in a worker: {why}, {way}."))
 

@@ -203,11 +203,7 @@ class RunDir:
         write_json(self.state_file, as_json(state))
 
     def update_state(self, *, of: str | None = None, **changes: object) -> RunState:
-        """Change some fields of `run.json`; returns what is there now.
-
-        Args:
-            of: the id of the run that asks. Another run's record is not changed.
-        """
+        """Change some fields of `run.json`, if it is still that of the run `of`; returns what is there now."""
         current = self.state_of(of)
         changed = replace(current, **changes)  # type: ignore[arg-type]  # field names are checked by replace()
         self.write_state(changed)

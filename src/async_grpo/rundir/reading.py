@@ -60,11 +60,7 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None
 
 
 def read_and_close(fd: int, at_most: int, *, own: bool = False) -> bytearray:
-    """The whole file. `BadFileError` if it is larger.
-
-    Args:
-        own: it must belong to this user.
-    """
+    """The whole file. `BadFileError` if it is larger, or has to be this user's `own` and is not."""
     try:
         status = os.fstat(fd)
         size, done = status.st_size, 0
@@ -136,11 +132,7 @@ def is_nested_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
 
 
 class LineReader:
-    """Reads what was appended to a file of lines, from another process or later.
-
-    Args:
-        position: bytes from the beginning that were read before.
-    """
+    """Reads what was appended to a file of lines behind `position`, from another process or later."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self._path = path

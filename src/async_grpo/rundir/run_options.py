@@ -34,7 +34,6 @@ def recall(state: RunState, given: Mapping[str, Any], only: Collection[str] | No
 
     Args:
         given: the options of the command line, without its defaults.
-        only: names of those to recall.
 
     Raises:
         UsageError: an option that cannot change was given otherwise.

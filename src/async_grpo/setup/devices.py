@@ -53,7 +53,6 @@ def why_unreachable(
     worker is on it: in some containers a handle can be had, and no other process can open it.
 
     Args:
-        workers: their devices.
         served: the GPUs of a vLLM server that a worker starts, as CUDA_VISIBLE_DEVICES names them.
     """
     readers = {

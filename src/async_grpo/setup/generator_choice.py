@@ -83,7 +83,6 @@ def check_generator_options(
     """Refuse options that the chosen generator does not have.
 
     Args:
-        chosen: as `choose_generator` names it.
         workers: how many will be started; 0 where that is unknown.
 
     Raises:

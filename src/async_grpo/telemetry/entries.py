@@ -31,11 +31,7 @@ class TakenBack(NamedTuple):
 
 
 class Entries:
-    """Follows the file of a run.
-
-    Args:
-        position: bytes from the beginning that are left out.
-    """
+    """Follows the file of a run, from the byte at `position` on."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self._reader = LineReader(path, position)
@@ -55,11 +51,7 @@ class Entries:
 
 
 def read(path: Path, at_most: int | None = None) -> list[Entry]:
-    """The entries of a run, oldest first; none where there is no file.
-
-    Args:
-        at_most: only those among so many last bytes of the file.
-    """
+    """The entries of a run, or of its last `at_most` bytes, oldest first; none where there is no file."""
     start = max(0, path.stat().st_size - at_most) if at_most is not None and path.exists() else 0
     return happened(Entries(path, start).news())
 

@@ -66,7 +66,6 @@ class RunLog(LineFile):
 
     Args:
         path: `metrics.jsonl`; a resumed run appends to it.
-        line: what the step line has.
     """
 
     def __init__(self, path: Path, line: StepLine = TRAINING_LINE) -> None:

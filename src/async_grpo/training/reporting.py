@@ -72,7 +72,6 @@ class LogCallback(TrainerCallback):
 
     Args:
         latest: the figures of the last step, for the steps that the trainer does not log (`logging_steps`).
-        sampled_with: how TRL samples, in words.
     """
 
     def __init__(self, log: RunLog, latest: Callable[[], dict[str, float]], sampled_with: str = "") -> None:

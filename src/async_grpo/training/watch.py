@@ -35,11 +35,7 @@ _LARGEST_BUFFER = 2**16  # numbers in one that is compared; larger ones are quan
 
 
 class Watch:
-    """Compares the trainer with what it was when this object was made.
-
-    Args:
-        generator: what the workers sample with; None where that is not known.
-    """
+    """Compares the trainer with what it was when this object was made. `generator` is None where it is not known."""
 
     def __init__(self, trainer: Any, *, generator: str | None, max_staleness: int) -> None:
         self._trainer = trainer

@@ -32,7 +32,6 @@ def divergence_of_policy(
         policy: a causal language model; so is the reference.
         ids_BT: prompt and completion, padded on the right.
         mask_BT: 1 for tokens of the completion, the end token included.
-        temperature: of the sampler.
     """
     with torch.no_grad():
         logq_BTV, logp_BTV = (

@@ -53,11 +53,7 @@ class GpuUse:
         return bool(self._gpus)
 
     def look(self, running: Mapping[str, str]) -> None:
-        """Sample where it is time to.
-
-        Args:
-            running: the places of the stages that run; of several places the names are joined by +.
-        """
+        """Sample where it is time to. `running` has the places of stages: names of several are joined by +."""
         if not self or self._now() < self._next:
             return
         self._next = self._now() + SAMPLE_S

@@ -396,7 +396,6 @@ class SampledAnswers:
     """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan.
 
     Args:
-        samples: the rows.
         rewards: one for each row.
         verified: whether a reward is 1 for what is right and 0 for all else.
     """

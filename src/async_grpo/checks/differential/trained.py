@@ -164,11 +164,7 @@ _STEPS: dict[str, tuple[str, Callable[[Step, str], float], str]] = {
 
 
 def _numbers(subject: str, server: Sequence[Note], plain: Sequence[Note], tolerance: float, count: int) -> Line:
-    """Compare numbers by their names, step by step.
-
-    Args:
-        count: micro-batches that may have exchanged rows.
-    """
+    """Compare numbers by their names, step by step. So many (`count`) micro-batches may have exchanged rows."""
     kind, whole, words = _STEPS[subject]
     mine, reference = ([_of_trl(note["numbers"]) for note in of if note["kind"] == kind] for of in (server, plain))
     if count > 1 and kind == "loss":

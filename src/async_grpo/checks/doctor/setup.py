@@ -33,7 +33,6 @@ def setup_file(
 
     Args:
         config_values: of `--set`.
-        gpus: how many are visible.
         memory: bytes of RAM that are available.
         gpu_memory: bytes of each GPU that the run is planned for; None: not asked about.
     """

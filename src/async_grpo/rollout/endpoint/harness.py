@@ -47,11 +47,7 @@ class _PlayedEpisode:
 
 
 class Harness:
-    """Used on the worker's event loop.
-
-    Args:
-        timeout_s: that an agent may take between two requests.
-    """
+    """Used on the worker's event loop. An agent may take `timeout_s` between two requests."""
 
     def __init__(
         self,

@@ -90,7 +90,6 @@ def refuse_adapted_encoder(trained: Any, model: Any) -> None:
 
     Args:
         trained: with the adapter, named as by peft.
-        model: vLLM's.
     """
     from vllm.lora.utils import parse_fine_tuned_lora_name
 

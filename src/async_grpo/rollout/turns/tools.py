@@ -80,11 +80,7 @@ class Tools:
             )
 
     async def run(self, calls: Sequence[Call], owner: set[int] | None = None) -> list[Outcome]:
-        """What the calls of one message came to, in their order.
-
-        Args:
-            owner: gets the numbers of calls that run on after this has ended.
-        """
+        """What the calls of one message came to, in order. `owner` gets the numbers of those that run on after it."""
         owner = set() if owner is None else owner
         outcomes: dict[int, Outcome] = {}
         later = {index: call for index, call in enumerate(calls) if call.coroutine is not None}

@@ -43,11 +43,7 @@ def argument_types() -> dict[str, str]:
 
 
 def split(arguments: Sequence[str], ours: Collection[str]) -> Split:
-    """Take TRL's flags and their values out of a command line.
-
-    Args:
-        ours: flags that are never TRL's, such as `--seed`.
-    """
+    """Take TRL's flags and their values out of a command line. `ours` are flags that are never TRL's."""
     found, left = Split([], []), list(arguments)
     while left:
         argument = left.pop(0)

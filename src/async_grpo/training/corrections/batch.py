@@ -38,7 +38,6 @@ class Correction:
         append: adds a value to the training metrics.
         token_columns: names of further tensors of the batch, each [B, C].
         keeps_old: the user's class sees the batch before it is corrected, and may read what TRL has computed.
-        scaling: scales the optimizer's step.
         fresh: judges whether trainer and sampler agree.
     """
 
@@ -71,11 +70,7 @@ class Correction:
             inputs["importance_sampling_ratio"].copy_(self._weights(inputs, old))
 
     def after_loss(self, inputs: dict[str, Any], log_pi: Tensor, version: int) -> None:
-        """Metrics of a micro-batch that was trained on.
-
-        Args:
-            version: the trainer's, whose log-probabilities `log_pi` are.
-        """
+        """Metrics of a micro-batch that was trained on. `log_pi` is of the trainer's `version`."""
         report_ratio(inputs, log_pi, version, self.append)
         if self.fresh is not None:
             self.fresh.saw(inputs, log_pi, version)

@@ -86,11 +86,7 @@ class _Compared:
 
 
 def bound_of(trainer: Any, sampled: Sampler, publish_dtype: str | None, *, stops: bool) -> Bound:
-    """How far this run's trainer and sampler may be apart.
-
-    Args:
-        stops: more than that stops the run. Otherwise it is a warning.
-    """
+    """How far this run's trainer and sampler may be apart. More than that `stops` the run, or is a warning."""
     if sampled.departures:  # by design the sampler's log-probabilities are of another distribution
         return Bound()
     if rounding := _rounding(trainer, sampled.generator, publish_dtype):
@@ -127,7 +123,6 @@ class FreshBatch(TrainerCallback):
         gather: concatenates a tensor of each rank, in the first dimension.
         repeat: log-probabilities of a completion alone, [tokens], in eval mode or in training mode; None where it
             cannot be alone. All ranks call it at the same times.
-        text_of: a token as text.
     """
 
     def __init__(

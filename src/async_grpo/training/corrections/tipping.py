@@ -85,7 +85,6 @@ class TippingCallback(TrainerCallback):
 
     Args:
         latest: the figures of the step that has just ended.
-        helps: what to change.
         keep: is called with `tips`, the warning, for `status` and the table at the end.
     """
 
