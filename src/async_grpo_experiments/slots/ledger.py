@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.shape import shaped_lines
-from async_grpo.setup.process import is_alive
+from async_grpo.setup.process import is_alive, within
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
 BLOCKED = "blocked"  # it needs a task that failed
@@ -104,12 +103,10 @@ def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[s
     _alive_after(deaf, KILL_WAIT_S)
 
 
-def _alive_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+def _alive_after(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Those that have not ended by then."""
-    deadline = time.monotonic() + timeout_s
-    while (left := [one for one in processes if is_alive(one)]) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    return left
+    within(timeout_s, lambda: not any(map(is_alive, processes)), POLL_S)
+    return [one for one in processes if is_alive(one)]
 
 
 def _started_by(process: psutil.Process) -> list[psutil.Process]:
