@@ -13,10 +13,7 @@ _AT_ONCE = 1000  # prompts that a tokenizer gets
 
 
 def within(dataset: Dataset, tokenizer: Any, tokens: int, *, drop: bool = False) -> Dataset:
-    """Check that no prompt is longer than `tokens`.
-
-    Args:
-        drop: leave longer ones out, and print how many there were.
+    """Check that no prompt is longer than `tokens`, or `drop` the rows of longer ones and print how many there were.
 
     Raises:
         UsageError: one is longer, or all are and would be left out.

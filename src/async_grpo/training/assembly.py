@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """What the training loop of a prepared run works with.
-
-    Args:
-        lock: the server's, where the caller holds it already.
+    """What the training loop of a prepared run works with. The caller may hold the server's `lock` already.
 
     Raises:
         UnsupportedError: the trainer uses something that cannot run distributed yet.

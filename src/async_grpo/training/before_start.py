@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | None) -> None:
-    """Refuse, before anything is started, what cannot be trained this way.
-
-    Args:
-        generator: what the workers sample with; None where that is not known here.
+    """Refuse, before anything is started, what cannot be trained this way. `generator` None: not known here.
 
     Raises:
         UnsupportedError: the trainer uses something that cannot run distributed, or not with this correction.

@@ -65,10 +65,7 @@ class Resumed:
 
 
 def resume(trainer: GRPOTrainer, run: RunDir, state: RunState) -> Resumed | None:
-    """Read the newest complete checkpoint of the run, None if it has none yet.
-
-    Args:
-        state: of the run, as its last process left it.
+    """Read the newest complete checkpoint of the run, None if it has none yet. Its last process left `state`.
 
     Raises:
         RunDirError: the run has trained, and its checkpoints are not where they were or not as they were.

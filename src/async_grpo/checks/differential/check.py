@@ -33,10 +33,7 @@ _NOTHING = "so there is nothing to compare:"
 
 
 def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
-    """Run both trainings, then yield a line for each subject.
-
-    Args:
-        say: takes sentences about how far it is.
+    """Run both trainings, then yield a line for each subject. `say` takes sentences about how far it is.
 
     Raises:
         AsyncGRPOError: the file cannot be checked, or one of the trainings has failed.

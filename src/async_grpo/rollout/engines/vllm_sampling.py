@@ -50,10 +50,7 @@ def structured(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_own(sampling: SamplingParams, own: dict[str, Any], *, returns_kept: bool) -> None:
-    """Set what a job brings: see `records.OWN_SAMPLING`.
-
-    Args:
-        returns_kept: the engine says which tokens it kept.
+    """Set what a job brings: see `records.OWN_SAMPLING`. `returns_kept`: the engine says which tokens it kept.
 
     Raises:
         ValueError: it cannot with these settings.
