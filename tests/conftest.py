@@ -6,6 +6,7 @@ one, would take a second to look at them again.
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,15 @@ def log_of_this_test() -> Iterator[None]:
         logger = sys.modules[module].logger
         logger.remove()
         logger.add(sys.stderr)
+
+
+@pytest.fixture(autouse=True)
+def signals_of_this_test() -> Iterator[None]:
+    """What a command that a test calls has signals do, to the end of its process, ends with the test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -81,7 +81,8 @@ class ExperimentRun:
         left = len(self._graph) - len(self._digests)
         stages, on = counted(len(self._graph), "stage"), ", ".join(place.name for place in places)
         self._screen.say(f"{counted(len(self._jobs), 'job')}, {left} of {stages} to run on {on}; in {self._root}")
-        with stopped_by_signals(schedule.stop), self._screen:
+        stopped_by_signals(schedule.stop)
+        with self._screen:
             schedule.run()
         self._write_states()
         took = {
@@ -220,8 +221,7 @@ class ExperimentRun:
         """Say once why places are idle."""
         if self._said_idle:
             return
-        records = self._ledger.records
-        running = self._running()
+        records, running = self._ledger.records, self._running()
         waiting = [stage for stage in self._graph.values() if records[stage.name].state == WAITING]
         ready = [stage for stage in waiting if all(records[need].state == FINISHED for need in stage.needs)]
         idle = len(self._places) - len({name for place in running.values() for name in place.split("+")})

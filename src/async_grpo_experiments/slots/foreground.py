@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from async_grpo.errors import RunDirError
@@ -29,15 +29,15 @@ def held_alone(lock_file: Path, *, role: str, way_out: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def stopped_by_signals(stop: Callable[..., object]) -> Iterator[None]:
-    """Have SIGINT and SIGTERM call `stop` in the block, and do what they did before after it."""
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def stopped_by_signals(stop: Callable[..., object]) -> ExitStack:
+    """Have SIGINT and SIGTERM call `stop` to the end of the process; where this is a block's, to the end of the block.
+
+    A command keeps it to its end: a signal behind its last line would end it, with another code, when all is done.
+    """
+    before = ExitStack()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before.callback(signal.signal, number, signal.signal(number, stop))
+    return before
 
 
 def exit_code(records: Iterable[Record], *, stopped: bool) -> int:

@@ -66,10 +66,10 @@ def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     screen = SweepScreen(sweep, ledger.records, found.places, live_console())
     tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
     schedule = TaskSchedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
-    with stopped_by_signals(schedule.stop):
-        _announce(sweep, found, screen)
-        with screen:
-            schedule.run()
+    stopped_by_signals(schedule.stop)
+    _announce(sweep, found, screen)
+    with screen:
+        schedule.run()
     return schedule.stopping
 
 

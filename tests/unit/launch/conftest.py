@@ -21,10 +21,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stage = Stage(tmp_path)
     monkeypatch.setattr(sys, "executable", str(stage.python))
     monkeypatch.setattr(supervisor, "POLL_S", 0.01)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield stage
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     left_behind = [pid for pid in stage.pids() if not is_gone(pid)]
     for pid in left_behind:
         os.kill(pid, signal.SIGKILL)
