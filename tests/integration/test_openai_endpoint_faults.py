@@ -232,15 +232,21 @@ def test_a_connection_that_broke_is_not_taken_for_the_models_last_word(answers: 
         one(streaming(tmp_path, agent))
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "async"])
-def test_an_agent_that_hangs_is_given_up(is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    over, hung, both_asked = threading.Event(), threading.Event(), threading.Barrier(2)
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set no agent's time is over, however slow the machine is; then that of each is."""
+    hung = threading.Event()
     monkeypatch.setattr(Episode, "idle_s", property(lambda self: 60.0 if hung.is_set() else 0.0))
+    return hung
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "async"])
+def test_an_agent_that_hangs_is_given_up(is_async: bool, hung: threading.Event, tmp_path: Path) -> None:
+    over, both_asked = threading.Event(), threading.Barrier(2, hung.set)
 
     def asks(prompt: list[Any], endpoint: Endpoint) -> None:
         said(endpoint, prompt)
         both_asked.wait(DEADLINE_S)
-        hung.set()
 
     def hangs(prompt: list[Any], endpoint: Endpoint) -> None:
         asks(prompt, endpoint)
@@ -258,9 +264,14 @@ def test_an_agent_that_hangs_is_given_up(is_async: bool, tmp_path: Path, monkeyp
     over.set()
 
 
-def test_too_many_agents_that_hang_end_the_worker(tmp_path: Path) -> None:
-    over = threading.Event()
-    worker = streaming(tmp_path, lambda prompt, endpoint: over.wait(DEADLINE_S))
+def test_too_many_agents_that_hang_end_the_worker(hung: threading.Event, tmp_path: Path) -> None:
+    over, all_called = threading.Event(), threading.Barrier(MOST_LEFT_BEHIND + 1, hung.set)
+
+    def hangs(prompt: list[Any], endpoint: Endpoint) -> None:
+        all_called.wait(DEADLINE_S)
+        over.wait(DEADLINE_S)
+
+    worker = streaming(tmp_path, hangs)
     turns: Any = worker.calls
     turns._harness._timeout_s = 0.05
     with pytest.raises(GeneratorError, match="calls of the agent still run"):
