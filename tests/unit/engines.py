@@ -10,8 +10,7 @@ from typing import Any
 from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.tokens import ids_and_logprobs
-
-DEADLINE_S = 60.0
+from patience import DEADLINE_S
 
 
 def job(seq: int = 0, *, row: Any = None, seed: int | None = None, size: int = 2, min_version: int = 0) -> Job:

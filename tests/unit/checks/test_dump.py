@@ -20,10 +20,9 @@ from async_grpo.checks.bug_report.stacks import listens, run_processes, stacks_o
 from async_grpo.cli import main
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from patience import until
+from patience import DEADLINE_S, until
 from plans import planned
 
-DEADLINE_S = 60.0
 SERVER = """
 import sys, time
 from pathlib import Path

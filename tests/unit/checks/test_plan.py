@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set
+from patience import is_gone, until
 from plans import planned
 
 MILLION = 1_000_000
@@ -259,10 +259,7 @@ def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
     assert "did not answer in 5 s" in look.error
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
-    deadline = time.monotonic() + 60
-    while any(map(lives, pids)):  # killed, but not our children, so nobody can wait for them
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(is_gone(int(pid)) for pid in pids))  # killed, but not our children, so nobody can wait for them
 
 
 def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
@@ -274,18 +271,8 @@ def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
     monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(returns)))
     look = look_at_trainer(question(tmp_path / "setup.py"))
     assert "ended with exit code 3" in look.error
-    pid = (tmp_path / "pid").read_text().strip()
-    deadline = time.monotonic() + 60
-    while lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def lives(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: is_gone(pid))
 
 
 # --- the plan

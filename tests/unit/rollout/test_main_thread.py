@@ -16,8 +16,7 @@ import pytest
 
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, main_thread
-
-DEADLINE_S = 60.0
+from patience import DEADLINE_S
 
 
 def in_main() -> bool:

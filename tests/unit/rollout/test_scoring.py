@@ -16,9 +16,8 @@ from async_grpo.errors import RunRefused
 from async_grpo.rollout.scoring import OVERLAPPING, RewardCalls, Scoring, reward_calls
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
-from patience import until
+from patience import DEADLINE_S, until
 
-DEADLINE_S = 60.0
 GROUP_SIZE = 2
 BATCH = 8  # completions
 

@@ -13,9 +13,7 @@ import pytest
 
 from async_grpo.rollout import threads as threads_module
 from async_grpo.rollout.threads import KeptThreads
-from patience import until
-
-DEADLINE_S = 60
+from patience import DEADLINE_S, until
 
 
 def note_thread(seen: SimpleQueue[tuple[int, str]]) -> Callable[[], None]:

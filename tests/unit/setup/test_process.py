@@ -15,9 +15,7 @@ from textwrap import dedent
 import pytest
 
 from async_grpo.setup.process import STACKS_SIGNAL, own_compile_cache
-from patience import is_gone, until
-
-DEADLINE_S = 60.0
+from patience import DEADLINE_S, is_gone, until
 
 
 @contextmanager

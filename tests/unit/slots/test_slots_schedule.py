@@ -32,9 +32,8 @@ from async_grpo_experiments.slots.ledger import (
 )
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
-from patience import is_gone
+from patience import DEADLINE_S, is_gone
 
-DEADLINE_S = 60.0
 HELD = held.__file__
 TWO_PLACES = [Place(name="a"), Place(name="b")]
 DEAF = "trap '' TERM; echo deaf; while :; do sleep 0.05; done"

@@ -17,9 +17,10 @@ import pytest
 
 from async_grpo.cli.compute import train
 from async_grpo_experiments.cli.sweep import _sweep, build_parser
+from patience import DEADLINE_S
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-DEADLINE_S = 60.0
+
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" > arguments
 echo $$ > pid

@@ -23,6 +23,7 @@ from async_grpo.tasks import load, score
 from async_grpo.tasks import rules as built_in
 from async_grpo.tasks.judge import URL, JudgeError, judged
 from async_grpo.tasks.scores import BUILT_IN
+from patience import DEADLINE_S
 
 DONE = SimpleNamespace(exit_code=0, stdout="")
 ZEBRA = {"header": ["house", "name", "pet"], "rows": [["1", "Ann", "cat"], ["2", "Bob", "dog"]]}
@@ -295,7 +296,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.asked.append(body)
-            server.may_answer.wait(timeout=30)
+            server.may_answer.wait(timeout=DEADLINE_S)
             self._answer({"choices": [{"message": {"content": server.says}}]} if server.says is not None else {})
 
         def _answer(self, body: Any) -> None:
@@ -313,7 +314,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     server.may_answer.set()
     http.shutdown()
     http.server_close()
-    thread.join(timeout=30)
+    thread.join(timeout=DEADLINE_S)
 
 
 def test_a_judge_decides(judge: SimpleNamespace) -> None:
