@@ -191,19 +191,28 @@ def test_a_resumed_run_goes_on_and_sets_aside_what_it_trains_again(folder: Path)
     }
 
 
-@pytest.mark.parametrize("damage", [flip, lambda folder: None])
+def damage_the_body(folder: Path) -> None:
+    """The header is whole."""
+    data = bytearray((folder / "000005.delta").read_bytes())
+    data[-3] ^= 1
+    (folder / "000005.delta").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "seed"),
+    [(damage_the_body, 0), (lambda folder: (folder / "000005.delta").unlink(), 0), (lambda folder: None, 2)],
+)
 def test_what_a_resume_cannot_go_on_from_is_followed_by_a_snapshot(
-    folder: Path, damage: Callable[[Path], None]
+    folder: Path, damage: Callable[[Path], None], seed: int
 ) -> None:
     """The weights differ from those of the chain, or the chain does not lead there."""
     damage(folder)
-    (folder / "000005.delta").unlink()
     writer = ChainWriter(folder, ABOUT)
-    written = writer.begin(7, weights(7, seed=2))
+    written = writer.begin(7, weights(7, seed=seed))
     assert written is not None and written.is_snapshot
-    writer.append(8, weights(8, seed=2))
+    writer.append(8, weights(8, seed=seed))
     writer.close()
-    assert equal(Chain(folder).rebuild(8), weights(8, seed=2))
+    assert equal(Chain(folder).rebuild(8), weights(8, seed=seed))
 
 
 def test_versions_that_were_left_out_are_spanned(tmp_path: Path) -> None:
@@ -238,19 +247,6 @@ def test_retention_that_is_killed_leaves_a_chain(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     chain = Chain(tmp_path / "chain")
     assert 0 in chain.versions and 3 not in chain.versions and not chain.verify().problems
-
-
-def test_a_resume_goes_on_from_no_damaged_file(folder: Path) -> None:
-    """Its header is whole. All that came after it could never be rebuilt."""
-    data = bytearray((folder / "000005.delta").read_bytes())
-    data[-3] ^= 1
-    (folder / "000005.delta").write_bytes(data)
-    writer = ChainWriter(folder, ABOUT)
-    written = writer.begin(7, weights(7))
-    writer.append(8, weights(8))
-    writer.close()
-    assert written is not None and written.is_snapshot
-    assert equal(Chain(folder).rebuild(8), weights(8))
 
 
 def test_no_room_for_the_name_of_the_newest_version_loses_no_version(

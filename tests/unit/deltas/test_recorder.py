@@ -87,18 +87,6 @@ def is_exact(run: Run) -> bool:
     )
 
 
-def test_every_version_is_kept_bit_for_bit(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for version in range(12):
-        run.step(version)
-        run.written(version)
-    run.publisher.close()
-    assert Chain(run.folder).versions == list(range(12))
-    assert is_exact(run)
-    assert sum(entry.is_snapshot for entry in Chain(run.folder).entries.values()) == 1
-    assert (run.folder / "model" / "config.json").exists()
-
-
 def test_every_third_version_and_the_last(tmp_path: Path) -> None:
     run = Run(tmp_path, delta_every=3)
     for version in range(9):
@@ -293,22 +281,3 @@ def test_a_chain_of_another_run_is_refused_before_training(tmp_path: Path) -> No
     with pytest.raises(DeltaChainError, match="holds the chain of run other"):
         second.step(0)
     second.publisher.close()
-
-
-def test_a_resumed_run_goes_on_in_its_chain(tmp_path: Path) -> None:
-    first = Run(tmp_path)
-    for version in range(4):
-        first.step(version)
-        first.written(version)
-    first.publisher.close()
-    second = Run(tmp_path)
-    second.model.load_state_dict(first.saved[2])
-    second.saved = {version: first.saved[version] for version in (0, 1, 2)}
-    second.publisher.publish(2)
-    second.written(2)
-    second.step(3)
-    second.publisher.close()
-    chain = Chain(second.folder)
-    assert chain.versions == [0, 1, 2, 3] and is_exact(second)
-    assert [entry.is_snapshot for entry in chain.entries.values()] == [True, False, False, False]
-    assert (second.folder / "superseded-1" / "000003.delta").exists()

@@ -87,3 +87,5 @@ def test_what_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UsageError, match=r"a.yaml is no configuration of accelerate: \S.*`accelerate config` writes"):
         AccelerateConfig.read(tmp_path / "a.yaml")
+    with pytest.raises(UsageError, match=r"There is no accelerate configuration .*nowhere.yaml"):
+        AccelerateConfig.read(tmp_path / "nowhere.yaml")

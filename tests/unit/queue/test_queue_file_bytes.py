@@ -33,12 +33,6 @@ def test_a_group_comes_back_exactly(tool_mask: Any) -> None:
     assert back.completion_ids.flags.writeable  # torch.from_numpy takes it without a warning
 
 
-def test_a_group_may_have_empty_completions() -> None:
-    empty = {"completion_ids": np.zeros(0, np.int32), "sampling_logprobs": np.zeros(0, np.float32)}
-    group = make_group(make_job(3), completion_lengths=np.zeros(2, np.int32), **empty)
-    assert same_group(group, decode_group(encode_group(group)))
-
-
 def test_stock_safetensors_opens_both(tmp_path: Any) -> None:
     job = make_job(1, odd="\ud800 é")
     (tmp_path / "job").write_bytes(encode_job(job))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engines import sample
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -33,7 +31,6 @@ from transformers.cache_utils import DynamicLayer
 
 from async_grpo.rollout.engines import decoding
 from async_grpo.rollout.engines.decoding import ROOM, RoomyLayer, SamplingLoop
-from async_grpo.rollout.engines.transformers import TransformersEngine
 
 PAD, EOS = 0, 1
 VOCABULARY = 24
@@ -272,22 +269,6 @@ def test_rows_that_have_ended_are_not_decoded_any_more() -> None:
     run(begin(model, inputs_of(GROUPS, (3, 3, 20))))
     assert batches[0] == (len(PROMPTS), 5), "each prompt once"
     assert batches[1:] == [(12, 1)] * 2 + [(4, 1)] * 17
-
-
-def test_log_probabilities_are_right_after_others_have_left() -> None:
-    model = plain()
-    sampling = config(do_sample=True, temperature=1.3, top_k=0, max_new_tokens=60)
-    engine = TransformersEngine(
-        model, config=sampling, loss_temperature=1.3, pad_token_id=PAD, autocast=nullcontext, most_groups=8
-    )
-    prompts = PROMPTS * 10
-    completions, logprobs = sample(engine, prompts, seed=4)
-    assert len({len(ids) for ids in completions}) > 5, "the seed shows many lengths"
-    for prompt, ids, sampled in zip(prompts, completions, logprobs, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits / 1.3, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(sampled), expected, atol=1e-5, rtol=0)
 
 
 def test_a_layer_with_room_holds_what_a_plain_one_holds() -> None:

@@ -341,16 +341,6 @@ def test_log_probabilities_that_are_no_numbers_cost_their_own_group(tmp_path: Pa
     assert seq == 0 and "Group 0 cannot be written" in error
 
 
-@pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
-def test_rewards_that_are_not_finite_reach_the_trainer(tmp_path: Path, reward: float) -> None:
-    setting = Setting(tmp_path, [job(0)], FakeEngine())
-    encoding(setting)
-    scores = Scores(names=("reward",), rewards=torch.full((2, 1), reward), metrics={}, extra_columns={})
-    setting.trl.score = lambda groups: [scores]  # type: ignore[method-assign]
-    (group,) = setting.run().values()
-    assert group.rewards[:, 0].tolist() == pytest.approx([reward] * 2, nan_ok=True)
-
-
 def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
     encoding(setting)

@@ -169,22 +169,7 @@ def test_a_quarantined_group_is_replaced_by_a_new_job() -> None:
     assert bench.queue.unclaimed() == [3, 4]
 
 
-def test_a_group_that_an_operator_tried_once_more_is_used_after_all() -> None:
-    bench = Bench(schedule(B=2, K=4))
-    bench.source.advance(0)
-    job = bench.queue.jobs[0]
-    bench.queue.fail_for_good(0)
-    bench.queue.finish(1, 2, version=0)
-    assert seqs(bench.source.take(0)) == [1, 2]
-    del bench.queue.given_up[0]
-    bench.queue.jobs[0] = job
-    bench.queue.finish(0, 3, version=0)
-    bench.step_done(1)
-    assert seqs(bench.source.take(1)) == [0, 3]
-    assert bench.source.unusable == []
-
-
-def test_a_checkpoint_before_that_group_came_back_does_not_count_it_as_consumed() -> None:
+def test_a_group_that_an_operator_tried_once_more_is_used_and_no_checkpoint_before_counts_it() -> None:
     bench = Bench(schedule(B=2, K=4))
     bench.source.advance(0)
     job = bench.queue.jobs[0]
