@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Sequence, Value
 from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
-from runs import command, steps_logged
 
 from async_grpo.envs import Passages
 from async_grpo.errors import SetupFileError
@@ -149,17 +148,3 @@ def test_rows_in_the_schema_of_triviaqa(name: str, monkeypatch: pytest.MonkeyPat
     assert rows[0]["prompt"][0]["content"].endswith("\n\n" + TRIVIAQA_ROW["question"])
     said = [{"role": "assistant", "content": "<answer>Sinclair Lewis</answer>"}]
     assert exact_match([said], [rows[0]["aliases"]]) == [1.0]
-
-
-@pytest.mark.slow
-def test_the_recipe_trains_with_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
-    run_dir = tmp_path / "worker"
-    with command("train", str(RECIPE), "-n", "2", "--steps", "6", cwd=tmp_path, MODEL="tiny") as run:
-        run.wait_until(lambda: steps_logged(run_dir), "a step")
-        run.wait_until(lambda: run.worker(1), "worker 1").kill()
-        assert run.wait() == 0, run.output
-    assert steps_logged(run_dir) == list(range(1, 7))
-    for line, shown in (("audit", "turn rewards"), ("rollouts", "turn rewards"), ("replay", "equal to")):
-        with command(line, "worker", cwd=tmp_path, MODEL="tiny") as reader:
-            assert reader.wait() == 0, reader.output
-        assert shown in reader.output

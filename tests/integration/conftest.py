@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "recipes")]
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

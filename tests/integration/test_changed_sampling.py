@@ -16,12 +16,10 @@ from compared_with_trl import settings
 from in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from runs import SETUP, finish
 from transformers import GenerationMixin, TrainerCallback
 from trl import GRPOTrainer
 
 from async_grpo.errors import RunRefused, UnsupportedError
-from async_grpo.queue.codec import decode_group
 from async_grpo.setup import sampling_changes
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import OpenAIHarness
@@ -431,19 +429,3 @@ def test_a_decoding_loop_of_the_models_own_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(type(trainer.model), "generate", own)
     with pytest.raises(UnsupportedError, match=r"The model's generate.*--generator hf"):
         check_generation(trainer, VLLM)
-
-
-# --- A whole run ---
-
-
-@pytest.mark.slow
-def test_a_run_follows_a_callback_and_a_patch(tmp_path: Path) -> None:
-    """And its setup file parses a command line, which is not the run's."""
-    setup = SETUP.with_name("changing.py")
-    told = finish(tmp_path, "--num-workers", "1", "--max-staleness", "0", setup=setup, TEST_STEPS="3")
-    assert "methods of TRL that the setup file replaces: _calculate_rewards (scores" in told
-    groups = [decode_group(file.read_bytes()) for file in sorted((tmp_path / "worker" / "done").rglob("*_complete*"))]
-    by_version = {version: [it for it in groups if it.policy_version == version] for version in range(3)}
-    for version, of_version in by_version.items():
-        assert max(int(length) for group in of_version for length in group.completion_lengths) == 2 + version
-        assert all(group.rewards.max() >= 100 for group in of_version)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
+from runs import SETUP, Command, command, finish, gone, read, steps_logged
 from safetensors.torch import load_file
-from tiny_gsm8k_model import gsm8k_folder, make_tiny_qwen3
 
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.places import chain_folder
@@ -75,18 +73,6 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
     assert "board worker" in run.output
 
 
-@pytest.mark.slow
-def test_a_run_whose_policy_runs_away_says_so_once_and_in_the_end(tmp_path: Path) -> None:
-    output = finish(tmp_path, "-n", "1", "--deterministic", "--steps", "22", "--set", "learning_rate=0.3")
-    said = read(tmp_path / "worker" / "run.json")["tips"]
-    assert said.startswith("The policy runs away from its rollouts at step ")
-    assert (tmp_path / "worker/log_parameter_server.txt").read_text().count("The policy runs away") == 1
-    assert "The policy runs away" in output.rpartition("trainer waited")[2], "after the table"
-    with command("status", "worker", cwd=tmp_path) as status:
-        assert status.wait() == 0
-    assert "The policy runs away" in status.output
-
-
 def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     train = ("train", str(SETUP), "-n", "1", "--delta-every", "1", "--full-every", "5")
@@ -138,14 +124,12 @@ def end_with(number: signal.Signals, run: Command, folder: Path) -> int:
     return int(state["step"])
 
 
-def test_a_poisoned_prompt_costs_its_own_group_and_a_hung_worker_costs_none(tmp_path: Path) -> None:
-    """The worker is killed, and a new one does its job. Both prompts are met: each of the data is used once."""
+def test_a_poisoned_prompt_costs_its_own_group(tmp_path: Path) -> None:
+    """It is met: each of the data is used once."""
     run_dir = tmp_path / "worker"
-    options = ("-n", "1", "--steps", "16", "--max-staleness", "0", "--worker-timeout", "15")
-    output = finish(tmp_path, *options, TEST_REWARD="hang poison", TEST_MARKER=str(tmp_path / "hung"))
-    assert "killing worker 1: no progress for 15 s" in output
+    finish(tmp_path, "-n", "1", "--steps", "16", "--max-staleness", "0", TEST_REWARD="poison")
     summary = read(run_dir / "summary.json")
-    assert (summary["state"], summary["worker_restarts"], summary["jobs_quarantined"]) == ("finished", 1, 1)
+    assert (summary["state"], summary["jobs_quarantined"]) == ("finished", 1)
     assert summary["staleness_max"] == 0 and "undecided_tokens" not in summary
     (reason,) = (run_dir / "quarantine").glob("*.reason")
     assert "RuntimeError: no reward for 3+3=" in reason.read_text()
@@ -171,17 +155,6 @@ def test_a_file_that_changes_what_the_process_shares_trains_and_is_told(tmp_path
     assert {line.rpartition(" - ")[2] for line in lines} == {"a line of the user's"}
 
 
-def test_a_setup_that_needs_what_is_not_installed_ends_the_run_at_once(tmp_path: Path) -> None:
-    """The server asks which engine the workers will have, so either of them finds it first."""
-    if importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is installed")
-    with command("train", str(SETUP), "-n", "1", cwd=tmp_path, TEST_GRPO='{"use_vllm": true}') as run:
-        assert run.wait() == 2, run.output
-    assert run.output.count("error: use_vllm=True in the setup file: vLLM is not installed here.") == 1, run.output
-    assert "starting it again" not in run.output
-    assert read(tmp_path / "worker" / "run.json")["state"] in ("failed", "stopped")
-
-
 def test_by_hand_in_any_order(tmp_path: Path) -> None:
     run_dir, go_on = tmp_path / "worker", tmp_path / "go_on"
     serve = ("server", "--config", str(SETUP), "-d", "cpu")
@@ -198,29 +171,3 @@ def test_by_hand_in_any_order(tmp_path: Path) -> None:
     assert "worker dev1 ends:" in early.output
     assert steps_logged(run_dir) == list(range(1, 13))
     assert "worker dev1 ends:" in (run_dir / "log_worker_1.txt").read_text()
-
-
-@pytest.mark.slow
-def test_what_no_worker_can_do_ends_a_server_started_by_hand_with_the_sentence(tmp_path: Path) -> None:
-    with command("worker", "-d", "cpu", cwd=tmp_path, TEST_REWARD="refused") as worker:
-        with command("server", "--config", str(SETUP), "-d", "cpu", cwd=tmp_path) as server:
-            assert server.wait() == 2, server.output
-        assert worker.wait() == 2, worker.output
-    for output in (server.output, worker.output):
-        assert output.endswith("error: No worker can do this.\n") and "Traceback" not in output, output
-    assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"
-    assert not [*(tmp_path / "worker" / "quarantine").iterdir()]
-
-
-@pytest.mark.slow
-def test_the_gsm8k_recipe_runs_distributed_as_it_is(tmp_path: Path) -> None:
-    surroundings = {
-        "MODEL_PATH": str(make_tiny_qwen3(tmp_path / "model")),
-        "GSM8K_PATH": str(gsm8k_folder(tmp_path)),
-    }
-    recipe = ROOT / "src" / "app" / "trainer_setup_gsmk.py"
-    finish(tmp_path, "-n", "1", "--steps", "2", setup=recipe, **surroundings)
-    assert steps_logged(tmp_path / "worker") == [1, 2]
-    logged = json.loads((tmp_path / "worker" / "metrics.jsonl").read_text().splitlines()[0])
-    for name in ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"):
-        assert f"rewards/{name}/mean" in logged

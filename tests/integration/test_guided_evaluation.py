@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,9 @@ import pytest
 import torch
 from runs import SETUP, command
 
-from async_grpo_experiments.algorithms.protocols import collect, configured
-from async_grpo_experiments.algorithms.qsharp import QSharp, QSharpSettings
-from async_grpo_experiments.worlds.sampler import CutSampler
-from async_grpo_experiments.worlds.star import star_graphs, star_reward, star_rows, star_tokenizer, train_reference
-from async_grpo_experiments.worlds.tiny import save, small_transformer
-
 pytestmark = pytest.mark.integration
 
 GUIDED = SETUP.with_name("guided_model.py")
-STAR = Path(__file__).parents[2] / "benchmarks" / "setups" / "guided_star.py"
 
 
 @pytest.fixture
@@ -69,35 +61,3 @@ def test_each_strength_is_evaluated_once_and_the_weaker_stays_closer(folder: Pat
     assert "sampled with temperature 1.0, top_p 1.0, top_k 0, eta 0.1" in run.output
     named = json.loads((folder / "out.json").read_text())["models"]
     assert named.keys() == {f"model, eta {eta}" for eta in (0.1, 0.5, "off")}
-
-
-@pytest.mark.slow
-def test_a_trained_head_evaluates_star_graphs_though_a_worker_is_killed(tmp_path: Path) -> None:
-    """G(2,2), whose reference takes the right branch half of the time; a head that learned by Q# from its samples."""
-    tokenizer = star_tokenizer(5)
-    model = small_transformer(tokenizer, width=32, layers=2)
-    train_reference(model, tokenizer, 2, 2, steps=300, nodes=5, batch=64)
-    reference = save(tmp_path / "reference", model, tokenizer)
-    graphs = [*star_graphs(2, 2, 1024, nodes=5, seed=6)]
-    sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=3)
-    keys = {"batch_size": 128, "micro_batch_size": 128, "lr": 4e-3, "max_steps": 600, "gradient_checkpointing": False}
-    bernoulli = {"loss_type": "bce", "guidance": {"mode": "bernoulli"}}
-    qsharp = QSharp(configured(QSharpSettings, {"reference": reference, "num_workers": 0, **keys, **bernoulli}))
-    torch.manual_seed(0)
-    trained = qsharp.train(qsharp.rows(collect(qsharp.plan(len(graphs)), sampler.answer)), out=tmp_path)
-    assert trained.folder == tmp_path / "head"
-    asked = ("evaluate", "reference", "--config", str(STAR), "-n", "2", "--eval-replicates", "8", "--eval-k", "1,8")
-    with command(*asked, "--eval-eta", "0.1,0.5,1", "--json", "out.json", cwd=tmp_path, STAR="2 2 5") as run:
-        queue = tmp_path / "evaluation" / "queue"
-        run.wait_until(lambda: any(queue.glob("9*_processing_by_dev1.*")), "an evaluation on worker 1")
-        worker = run.worker(1)
-        assert worker is not None
-        worker.kill()
-        assert run.wait() == 0, run.output
-    assert "worker 1 ended (killed by SIGKILL); starting it again" in run.output
-    assert all(f"{name} " in run.output for name in ("pass@1", "maj@8", "avg_kl"))
-    figures = [one["figures"] for one in json.loads((tmp_path / "out.json").read_text())["models"].values()]
-    for closer, further in pairwise(figures):
-        assert closer["avg_kl"]["low"] > further["avg_kl"]["high"], "KL falls as eta grows"
-    assert figures[0]["pass@1"]["value"] > max(0.75, figures[2]["pass@1"]["value"] + 0.1)
-    assert figures[0]["maj@8"]["value"] > 0.85

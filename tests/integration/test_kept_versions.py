@@ -13,20 +13,18 @@ import pytest
 import torch
 from in_process import build_model, build_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import ROOT, command, finish, read
+from runs import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.checkpoint import write_checkpoint
-from async_grpo.deltas.places import chain_folder
 from async_grpo.deltas.recorder import DeltaRecorder
 from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.settings import TrainingSettings
 from async_grpo_ipc import WeightExporter
-from async_grpo_ipc.delta.tensors import as_tensors
 
 pytestmark = pytest.mark.integration
 
@@ -128,59 +126,3 @@ def test_the_example_reads_a_chain_without_our_package(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(Exception):  # noqa: B017  # zstandard's, numpy's or the example's own
         read_by_example()(tmp_path / "deltas", 1)
-
-
-SAVES_ALL = """
-from pathlib import Path
-
-from safetensors.torch import save_file
-from transformers import TrainerCallback
-
-spec = __import__("importlib.util").util.spec_from_file_location("demo", {demo!r})
-demo = __import__("importlib.util").util.module_from_spec(spec)
-spec.loader.exec_module(demo)
-
-
-class SaveAll(TrainerCallback):
-    def save(self, model, step):
-        save_file({{n: p.detach().clone() for n, p in model.named_parameters()}}, Path({folder!r}) / f"{{step}}.st")
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.save(model, 0)
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.save(model, state.global_step)
-
-
-def get_trainer():
-    trainer = demo.get_trainer()
-    trainer.add_callback(SaveAll())
-    return trainer
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_all_versions_of_the_demo_are_rebuilt_and_one_is_evaluated(tmp_path: Path, dtype: torch.dtype | None) -> None:
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    setup = tmp_path / "setup.py"
-    demo = ROOT / "src" / "app" / "trainer_setup_tiny.py"
-    setup.write_text(SAVES_ALL.format(demo=str(demo), folder=str(whole)))
-    options = ("-n", "2", "--eval-every", "0", "--delta-every", "1", "--full-every", "30")
-    finish(tmp_path, *options, *(("--publish-dtype", "bf16") if dtype else ()), setup=setup)
-    steps = read(tmp_path / "worker" / "summary.json")["steps"]
-    chain = Chain(chain_folder(tmp_path / "worker"))
-    missing = {*range(steps + 1)} - {*chain.versions}
-    log = (tmp_path / "worker" / "log_parameter_server.txt").read_text()
-    assert chain.versions[-1] == steps and (not missing or ("spans" in log and len(missing) < 10)), missing
-    assert not chain.verify().problems
-    for version in chain.versions:
-        rebuilt, saved = as_tensors(chain.rebuild(version)), load_file(whole / f"{version}.st")
-        assert rebuilt.keys() == saved.keys()
-        assert all(equal(tensor, saved[name].to(dtype or tensor.dtype)) for name, tensor in rebuilt.items())
-    assert same_as_the_example(chain, steps)
-    evaluation = ("-n", "1", "--eval-replicates", "1", "--eval-temperature", "0", "--config", str(setup))
-    with command("evaluate", f"worker@{steps - 10}", *evaluation, cwd=tmp_path) as evaluated:
-        assert evaluated.wait() == 0, evaluated.output
-    assert "success_rate" in evaluated.output

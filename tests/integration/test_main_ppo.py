@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import ROOT, SETUP, command, read, steps_logged
+from runs import ROOT, SETUP, command, steps_logged
 
 from async_grpo.credit import PPOTrainer
 from async_grpo.roles.replay import checkpoint_digest
@@ -86,19 +86,3 @@ def test_a_killed_run_is_continued_by_the_same_command_and_replayed(folder: Path
         with command(*check, cwd=folder, OMP_NUM_THREADS="1") as run:
             assert run.wait() == 0, run.output
     assert f"SHA-256 {checkpoint_digest(folder / 'out' / 'checkpoint-20')}" in run.output
-
-
-@pytest.mark.slow
-def test_evaluations_that_no_longer_improve_end_the_run(folder: Path) -> None:
-    """None can improve by 2, so the second after the first one ends it."""
-    keys = (*LEAST, "data.train_files=[math.parquet]", "data.val_files=[logic.parquet]", "trainer.test_freq=2")
-    stops = ("trainer.early_stopping_patience=1", "trainer.early_stopping_threshold=2", "trainer.save_freq=100")
-    with command(*keys, *stops, cwd=folder, script=SCRIPT) as run:
-        assert run.wait() == 0, run.output
-    assert "stopped early: 1 evaluation has not improved" in run.output
-    step = read(folder / "out" / "run" / "run.json")["step"]
-    assert step < 300
-    assert (folder / "out" / f"checkpoint-{step}").is_dir()
-    with command(*keys, *stops, cwd=folder, script=SCRIPT) as again:
-        assert again.wait() == 0, again.output
-    assert "nothing to do" in again.output

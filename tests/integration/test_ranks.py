@@ -51,9 +51,3 @@ def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_r
     with command(*resume, "--accelerate-config", "none", "--dry-run", cwd=folder, **env) as run:
         assert run.wait() == 2, run.output
     assert sentence.format("2 ranks", 1) in run.output
-
-
-def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
-    with command("train", str(SETUP), "--accelerate-config", "nowhere.yaml", cwd=tmp_path) as run:
-        assert run.wait() == 2
-    assert "There is no accelerate configuration nowhere.yaml" in run.output

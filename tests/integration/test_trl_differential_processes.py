@@ -1,13 +1,12 @@
 """Two worker processes from the command line, and plain TRL on the same completions: what both log is equal.
 
-With random configurations, and with recipes that once were trained on something else than in TRL.
+With recipes that once were trained on something else than in TRL.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 from compared_with_trl import largest_difference, own_names
 from in_process import replay_with_trl, training_logs
-from random_configurations import trainer_of
 from runs import command, finish
 from setups import audited_cases  # a namespace package beside the tests
 
@@ -26,7 +24,6 @@ from async_grpo.rundir.reading import LineReader
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 HERE = Path(__file__).parent
-DRAWN = int(os.environ.get("DISTRIBUTED_CONFIGURATIONS", "6"))
 
 
 def train(folder: Path, setup: str, **env: str) -> None:
@@ -56,12 +53,6 @@ def compare(run_dir: Path, get_trainer: Callable[..., Any]) -> None:
 
 def as_in_json(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
-
-
-@pytest.mark.parametrize("seed", range(1000, 1000 + DRAWN))
-def test_a_random_configuration(seed: int, tmp_path: Path, model_folder: str) -> None:
-    train(tmp_path, "drawn_configuration.py", TEST_DRAWN=str(seed), TEST_MODEL_FOLDER=model_folder)
-    compare(tmp_path / "worker", trainer_of(seed, tmp_path / "plain", model_folder))
 
 
 @pytest.mark.parametrize("case", audited_cases.CASES)

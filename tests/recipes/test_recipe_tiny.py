@@ -1,8 +1,3 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from recipe_files import load_recipe
@@ -130,42 +125,6 @@ def test_a_process_that_waits_says_how_far_the_other_is_and_gives_up_in_the_end(
     with FileLock(tmp_path / "training.lock"), pytest.raises(TimeoutError, match=r"training\.lock"):
         recipe.wait_for(FileLock(tmp_path / "training.lock", is_singleton=False), say_every_s=0.05, at_most_s=0.12)
     assert "another process trains it: part 1 of 2, step 300 of 800 (" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_of_two_processes_at_once_one_trains_and_both_have_the_same_model(tmp_path):
-    script = tmp_path / "build.py"
-    script.write_text(
-        "import hashlib, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from recipe_files import load_recipe\n"
-        f"recipe = load_recipe({RECIPE!r})\n"
-        "recipe.WARM_START.update(clean_steps=40, noisy_steps=10)\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "weights = recipe.build_model(recipe.build_tokenizer()).state_dict()\n"
-        "print('model', hashlib.sha256(b''.join(t.numpy().tobytes() for t in weights.values())).hexdigest())\n"
-    )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert sum("warm start: trained in" in output for output in outputs) == 1
-    assert len({output.splitlines()[-1] for output in outputs}) == 1
-    assert outputs[0].splitlines()[-1].startswith("model ")
 
 
 # --- The trainer ----------------------------------------------------------------------------------

@@ -50,10 +50,6 @@ def _reward(function: Any) -> Any:
     return reward
 
 
-def short(completions: list[Any], **_: Any) -> list[float]:
-    return letters(completions)[1:]
-
-
 class Phases(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         global phase
@@ -83,7 +79,6 @@ REWARDS = {
     "seed": reseeds,
     "batch": compares,
     "twins": [_reward(letters), _reward(counts_calls)],
-    "short": short,
 }
 CALLBACKS = {"callback": Phases, "generation_config": Warmer}
 trainer: Any = None

@@ -1,10 +1,9 @@
 """A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that can break.
 
 The reward is the length. `TEST_REWARD` says in words what goes wrong with it: "poison" (one prompt always raises),
-"broken" (all raise), "refused" (all raise what ends a run), "signals" (it sets a handler), "hang" (another prompt
-hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers), "held" (all wait until there is a file
-`TEST_MARKER`). `TEST_REWARD_S` is how long it takes (0 seconds): a test that wants to meet a run in its middle needs
-one that lasts.
+"broken" (all raise), "signals" (it sets a handler), "hang" (another prompt hangs, the first time that it is scored;
+`TEST_MARKER` is a file that remembers), "held" (all wait until there is a file `TEST_MARKER`). `TEST_REWARD_S` is how
+long it takes (0 seconds): a test that wants to meet a run in its middle needs one that lasts.
 `TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12), `TEST_EVAL` that
 of problems in the `eval_dataset` (none).
 """
@@ -24,8 +23,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from async_grpo.errors import RunRefused
-
 POISON = "3+3="
 HANGS = "5+2="
 
@@ -37,8 +34,6 @@ def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[
         raise RuntimeError(f"no reward for {prompts[0]}")
     if "deadly" in trouble and POISON in prompts:
         os.kill(os.getpid(), signal.SIGKILL)
-    if "refused" in trouble:
-        raise RunRefused("No worker can do this.")
     if "signals" in trouble:
         signal.signal(signal.SIGALRM, lambda *_: None)  # as math-verify does for its time-out
     if "hang" in trouble and HANGS in prompts and not Path(os.environ["TEST_MARKER"]).exists():
