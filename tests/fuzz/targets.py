@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from completions import COMPLETIONS, pay
 from crc32c import crc32c
 from hypothesis import strategies as st
 
@@ -354,4 +355,5 @@ TARGETS = [
     Target("status", damaged(changed(_sound_status()).map(_status_bytes)) | NO_JSON, _read_status, ()),
     Target("lock note", files_like(json_bytes(NOTE)), _read_note, ()),
     Target("names", damaged(NAMES) | st.binary(max_size=60), _read_names, ()),
+    Target("rewards", damaged(COMPLETIONS), pay, ()),
 ]

@@ -1,4 +1,4 @@
-"""Every reader of files against a fixed set of some hundred inputs: only its own errors come out.
+"""Every reader of files, and every reward, against a fixed set of some hundred inputs: only its own errors come out.
 
 `benchmarks/fuzz.py` searches for longer.
 """

@@ -18,7 +18,7 @@ from typing import Any
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _FAILED = ("Error:", "{'error':")  # how the texts of failed calls begin: an environment's, and TRL's
-_FIELD = re.compile(r"<(reasoning|answer)>(.*?)</\1>", re.DOTALL)
+_OPENING = re.compile("<(reasoning|answer)>")
 LEAST_ALIAS = 3  # characters
 
 Completion = Sequence[dict[str, Any]]
@@ -79,7 +79,7 @@ OUTCOME_REWARDS = (exact_match, contained, format_of_messages, tags)
 def answer_of(completion: Completion) -> str:
     """What the last message answers; empty where it answers nothing."""
     messages = _messages(completion)
-    found = [text for name, text in _FIELD.findall(_text(messages[-1])) if name == "answer"] if messages else []
+    found = [text for name, text in _fields(_text(messages[-1]))[0] if name == "answer"] if messages else []
     return found[-1].strip() if found else ""
 
 
@@ -120,15 +120,29 @@ def _text(message: dict[str, Any]) -> str:
 
 def _format(message: dict[str, Any]) -> float:
     text, calls = _text(message).strip(), _calls(message)
-    fields = _FIELD.findall(text)
+    fields, around = _fields(text)
     names = [name for name, inside in fields if inside.strip()]
     if not names and not (calls and text):
         return 0.0
     both = (("reasoning" in names) + (calls or "answer" in names)) / 2
-    spaced = not _FIELD.sub("", text).strip()
+    spaced = not around.strip()
     begins = text.startswith("<reasoning>")
     ends = text.endswith("</reasoning>") if calls else text.endswith("</answer>")
     return 0.4 * both + 0.2 * spaced + 0.2 * begins + 0.2 * ends
+
+
+def _fields(text: str) -> tuple[list[tuple[str, str]], str]:
+    """Name and inside of each field, and the text around them. A pattern takes time with the square of the length."""
+    last_end = {name: text.rfind(f"</{name}>") for name in ("reasoning", "answer")}
+    found, around, behind = [], [], 0
+    for opening in _OPENING.finditer(text):
+        name, start = opening[1], opening.end()
+        if behind <= opening.start() and start <= last_end[name]:
+            end = text.index(f"</{name}>", start)
+            found.append((name, text[start:end]))
+            around.append(text[behind : opening.start()])
+            behind = end + len(f"</{name}>")
+    return found, "".join([*around, text[behind:]])
 
 
 def _tags(message: dict[str, Any]) -> float:

@@ -14,7 +14,7 @@ _UNIT_AT_DIGITS = r"(?:kg|mg|g|km|cm|mm|ml|lbs?|oz|ft|in|hrs?|h|mins?|s|am|pm)\b
 _ANSWER = re.compile(
     rf"{_LEAD}?\s*(?P<sign>[-+]?)\s*{_MONEY}?(?P<sign_of_money>-?)"
     rf"(?:(?P<digits>{_NUMBER})\s?(?P<mark>%|{_MONEY}|{_UNIT_AT_DIGITS})?(?=\W|$))?"
-    r"\s*(?P<words>(?:[a-z][a-z'./-]*\s*)*)\.?",
+    r"\s*(?P<words>(?:[a-z][a-z'./-]*(?:\s+[a-z][a-z'./-]*)*\s*)?)\.?",  # words at spaces alone: in one way
     re.IGNORECASE | re.ASCII,
 )
 _COMMANDS = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")

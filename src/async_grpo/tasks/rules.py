@@ -17,6 +17,7 @@ from async_grpo.rewards.deadline import with_deadline
 from async_grpo.rewards.mathematics import same_answers
 from async_grpo.rewards.programs import MAX_TESTS, check, share_passed
 from async_grpo.rewards.sandbox import Limits, run_code
+from async_grpo.rewards.verdicts import ERRORS
 from async_grpo.rewards.wording import one_number
 from async_grpo.tasks.files import cut
 
@@ -77,7 +78,10 @@ def same_data(text: str, truth: Any) -> float:
 
 @with_deadline(seconds=SECONDS)
 def _by_rule(completions: Sequence[str], ground_truth: Sequence[Any], rule: Sequence[Rule], **_: Any) -> list[float]:
-    return [rule[0](completions[0], ground_truth[0])]
+    try:
+        return [rule[0](completions[0], ground_truth[0])]
+    except ERRORS:  # of what the completion says, such as a number with too many digits to be written
+        return [0.0]
 
 
 def by_rule(rule: Rule, reads: Callable[[Any], Any]) -> Callable[..., list[float]]:
@@ -162,7 +166,7 @@ def _read(text: str, longest: int = LONGEST) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        except ERRORS:
             continue
     return _NOTHING
 

@@ -246,5 +246,11 @@ def test_format_and_tags_of_a_message(text: str, form: float, tag: float) -> Non
     assert earned["tags"] == pytest.approx(0.2 * tag)
 
 
+def test_a_long_message_is_read_in_time_with_its_length() -> None:
+    """With the square of it this would take an hour."""
+    message = {"role": "assistant", "content": "<answer></reasoning><reasoning>" * 50_000 + "</reasoning>x"}
+    assert questions.format_of_messages([[message]]) == pytest.approx([0.2 * 0.2])
+
+
 def test_normalised_as_in_the_evaluation_of_triviaqa() -> None:
     assert normalised("  The_Who’s  “Tommy”, an Opera ") == "who s “tommy” opera"

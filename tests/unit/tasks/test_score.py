@@ -70,15 +70,24 @@ def test_what_a_source_pays(source: str, truth: Any, completion: str, reward: fl
 
 def test_a_hostile_answer_costs_only_itself() -> None:
     """Nesting, length and repetition that a reader could choke on."""
+    number = "0x" + "f" * 5000
     hostile = [
+        f"<answer>{{'rows': [[{number}]]}}</answer>",
+        f"<answer>[{number}]</answer>",
         "<answer>" * 50_000,
         "[" * 90_000,
         "```\n" * 30_000,
         "<answer>" + "9" * 5000 + "</answer>",
         "\\boxed{" * 9,
     ]
-    for source, truth in (("simulation", {"a": 1}), ("logic__zebra", ZEBRA), ("stem", "x"), ("math", "3")):
-        assert paid(source, truth, *hostile) == [0.0] * len(hostile)
+    for source, truth, right in (
+        ("simulation", {"a": 1}, "<answer>{'a': 1}</answer>"),
+        ("logic__zebra", ZEBRA, RIGHT_JSON),
+        ("logic__ordering", ["a", "b"], "<answer>['a', 'b']</answer>"),
+        ("stem", "x", "<answer>x</answer>"),
+        ("math", "3", "<answer>3</answer>"),
+    ):
+        assert paid(source, truth, *hostile, right) == [*[0.0] * len(hostile), 1.0]
 
 
 def test_the_longest_prefix_pays_and_gets_its_own_rows_only() -> None:
