@@ -52,6 +52,17 @@ def having(run: Command, *words: str) -> list[psutil.Process]:
     return found
 
 
+def listening(run: Command) -> dict[str, set[str]]:
+    """Where processes of the run can be reached, TCP and UDP: the addresses of each that can, by name."""
+    found: dict[str, set[str]] = {}
+    for process in (psutil.Process(run.process.pid), *run.children()):
+        with suppress(psutil.NoSuchProcess):
+            ends = [end.laddr.ip.removeprefix("::ffff:") for end in process.net_connections() if not end.raddr]
+            name = process.name().partition(".")[0]  # an actor's has the method that it is in
+            found.setdefault(name, set()).update(ends)
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
 def groups_of(run_dir: Path) -> int:
     """Groups that nodes have made and the trainer has taken."""
     names = (parse_name(path.name) for path in (run_dir / "done").rglob("*"))
@@ -76,19 +87,24 @@ def processes_of_ray(run_id: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
-            if any(f"agrpo-{run_id}/" in word for word in process.cmdline()):
+            if any(f"agrpo-{run_id}-" in word for word in process.cmdline()):
                 found.append(process)
     return found
 
 
 def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
-    """A far worker, an actor, the gate and a whole node are killed in one run, and an actor is frozen and thawed."""
+    """A far worker, an actor, the gate and a whole node are killed in one run, and an actor is frozen and thawed.
+
+    Meanwhile none of its processes can be reached from another machine.
+    """
     run_dir, node_dir = tmp_path / "worker", tmp_path / "nodes"
     node_dir.mkdir()
     options = ("-n", "0", *LOCAL, "3", "--node-dir", str(node_dir), "--steps", "100000")
     with command("train", str(SETUP), *options, cwd=tmp_path, TEST_REWARD_S="0.05") as run:
         run.wait_until(lambda: groups_of(run_dir) > 8, "groups of nodes")
-        seen = run.children()
+        seen, doors = run.children(), listening(run)
+        assert {"gcs_server", "raylet", "ray::FarNodeOnRay"} <= doors.keys()
+        assert set().union(*doors.values()) == {"127.0.0.1"}, doors
 
         def made_more() -> None:
             had = groups_of(run_dir)
@@ -122,6 +138,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
         raylet.kill()
         made_more()
         seen += run.children()
+        assert set().union(*listening(run).values()) == {"127.0.0.1"}
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 0, run.output
     report = audit(run_dir)
@@ -131,7 +148,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
     assert gone(seen), [process for process in seen if process.is_running()]
     until(lambda: not processes_of_ray(report.run_id), "the end of Ray's agents, whose raylet was killed")
     until(lambda: not list(node_dir.iterdir()), "the run directory of the killed node to be deleted")
-    assert not Path(f"/tmp/agrpo-{report.run_id}").exists()
+    assert not list(Path("/tmp").glob(f"agrpo-{report.run_id}*"))
     summary = read(run_dir / "summary.json")
     assert summary["node_restarts"] >= 1 and summary["node_bytes"] > 0
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,13 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from async_grpo.errors import AsyncGRPOError, PeerDiedError, UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.nodes.node import FarNode
+from async_grpo.rundir.folders import is_ours
 
 if TYPE_CHECKING:
     from async_grpo_ipc.delta.buffers import Bytes
 
 LOCAL = "local"
 SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75
-LOCAL_ADDRESS = "127.0.0.2"  # of this machine alone; Ray replaces 127.0.0.1 by the address that others can reach
+# The servers of a node with this address listen on it alone, those of any other, 127.0.0.2 too, on all interfaces.
+LOCAL_ADDRESS = "127.0.0.1"
+# Else Ray puts an address that others can reach in its place. It asks for no more on Linux.
+STAYS_LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOCAL_STORE_BYTES = 256 * 2**20
 CONNECTED_S = 2.0  # for a head or a raylet to take a connection
 CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
@@ -122,11 +127,11 @@ class Cluster:
 
     def __init__(self, address: str, *, nodes: int, cpus: float, run_id: str) -> None:
         self._local: Any = None
-        self._folder = Path(SHORT) / f"agrpo-{run_id}"
+        self._folder = _folder_for(run_id) if address == LOCAL else None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        if address == LOCAL:
-            self._prepare_local()
+        if self._folder is not None:
+            _prepare_local(self._folder)
         else:  # tries to reach the head, of 40 s each where nothing answers: by default it is 20 of them
             os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
         import ray
@@ -199,15 +204,8 @@ class Cluster:
         self._ray.shutdown()
         if self._local is not None:
             self._local.shutdown()
+        if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _prepare_local(self) -> None:
-        """Before Ray is imported: its files in a folder of their own, and a token that nobody else has."""
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a gate that was killed
-        self._folder.mkdir(mode=0o700)
-        os.environ.update({"RAY_TMPDIR": str(self._folder), AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)})
-        os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("RAY_worker_niceness", "0")  # as local workers; by default they get what is left over
 
     def _start_local(self, nodes: int, cpus: float) -> str:
         from ray.cluster_utils import Cluster as LocalCluster
@@ -219,6 +217,21 @@ class Cluster:
         for number in range(2, nodes + 1):
             self._local.add_node(**common, num_cpus=math.ceil(cpus), node_name=f"node{number}")
         return str(self._local.address)
+
+
+def _folder_for(run_id: str) -> Path:
+    """A new folder for Ray's files, whose name nobody knows before. What a killed gate has left of this run goes."""
+    for left in Path(SHORT).glob(f"agrpo-{run_id}-*"):
+        if is_ours(left):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"agrpo-{run_id}-", dir=SHORT))
+
+
+def _prepare_local(folder: Path) -> None:
+    """Before Ray is imported: its files in this folder, and a token that nobody else has."""
+    os.environ.update({"RAY_TMPDIR": str(folder), AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32), **STAYS_LOCAL})
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as local workers; by default they get what is left over
 
 
 def answers(address: str) -> bool:

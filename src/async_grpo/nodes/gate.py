@@ -6,6 +6,7 @@ until it is lost; then it takes a machine again, the same or another. The launch
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -327,7 +328,7 @@ class _Gate:
         devices = [str(index % gpus) for index in range(workers)] if gpus else ["cpu"] * workers
         is_local = self._launch.ray == LOCAL
         return {
-            "state": as_text(self._state),
+            "state": json.dumps(as_json(self._state)),
             "number": number,
             "tree": self._tree,
             "devices": devices,
@@ -377,9 +378,3 @@ class _Gate:
         with suppress(AsyncGRPOError, OSError):
             rows = tuple(self._rows[number] for number in sorted(self._rows))
             write_nodes(self._run.nodes, NodesRecord(head=self._cluster.head, nodes=rows))
-
-
-def as_text(state: RunState) -> str:
-    import json
-
-    return json.dumps(as_json(state))

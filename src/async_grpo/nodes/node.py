@@ -37,7 +37,7 @@ from async_grpo.queue.names import shard
 from async_grpo.records import Job
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import LineFile
-from async_grpo.rundir.folders import check_place, make_folder
+from async_grpo.rundir.folders import check_place, is_ours, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import RunDir, RunState, activity_file
 from async_grpo.rundir.reading import parse_object, read_file
@@ -404,7 +404,7 @@ def _tidy_up(parent: Path, run_id: str) -> None:
     """Delete what a killed actor has left of this run here. Another one that begins has no lock in its folder yet."""
     for folder in parent.glob(f"async-grpo-{run_id}-*"):
         _, pid, birth = folder.name.rsplit("-", 2)
-        if _birth(pid) != birth and not folder.is_symlink() and not server_alive(folder):
+        if is_ours(folder) and _birth(pid) != birth and not server_alive(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -49,22 +49,22 @@ def unpack(data: bytes, folder: Path) -> None:
 
 
 def _files(config: Path) -> list[Path]:
-    """The setup file, and beside it what git does not ignore; without git, what is not hidden."""
+    """The setup file, and beside it what is not hidden and git, where there is one, does not ignore."""
     folder = config.parent
     named = _known_to_git(folder)
     found = _walk(folder) if named is None else (folder / name for name in named)
     return sorted({config, *(path for path in found if path.is_file() and not path.is_symlink())})
 
 
-def _known_to_git(folder: Path) -> list[str] | None:
+def _known_to_git(folder: Path) -> list[Path] | None:
     command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
     try:
         ran = subprocess.run(command, capture_output=True, timeout=GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    names = [name for name in ran.stdout.decode(errors="surrogateescape").split("\0") if name]
-    within = (name for name in names if not any(_is_other(folder / above) for above in Path(name).parents[:-1]))
-    return list(within)
+    names = (Path(name) for name in ran.stdout.decode(errors="surrogateescape").split("\0") if name)
+    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    return [name for name in shown if not any(_is_other(folder / above) for above in name.parents[:-1])]
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import RunDirError
@@ -92,6 +93,14 @@ def open_folder(folder: Path, *, any_mode: bool = False) -> int:
         return descriptor
     os.close(descriptor)
     raise RunDirError(reason)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether it is a directory of this user and no link: another user may have put one of this name there."""
+    with suppress(OSError):
+        status = folder.lstat()
+        return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+    return False
 
 
 def nearest_existing(path: Path) -> Path:

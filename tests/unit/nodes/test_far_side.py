@@ -240,10 +240,14 @@ def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
         node.end(finished=False)
 
 
-def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any]) -> None:
+def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any], monkeypatch: Any) -> None:
     left, others = (Path(order["node_dir"]) / f"async-grpo-{run}-8-{os.getpid()}-1" for run in (RUN, "run-2"))
     left.mkdir()
     others.mkdir()
+    with monkeypatch.context() as another_user:
+        another_user.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+        far._tidy_up(left.parent, RUN)
+    assert left.exists()
     node = _RunHere(order)
     node.end(finished=False)
     assert not left.exists() and others.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import tarfile
 from importlib.metadata import PackageNotFoundError
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import UsageError
-from async_grpo.nodes import request, tree
+from async_grpo.nodes import cluster, request, tree
 from async_grpo.nodes.request import check_request, require_ray
 from async_grpo.nodes.tree import packed, unpack
 from async_grpo.rundir.plan import RunPlan, TRLCall
@@ -91,11 +92,26 @@ def test_a_project_travels_without_runs_checkpoints_and_hidden_files(project: Pa
     assert names(project / "setup.py") == {"setup.py", "parts/rewards.py"}
 
 
-def test_what_git_ignores_stays(project: Path) -> None:
+def test_what_git_ignores_stays_and_so_do_hidden_files_that_it_does_not_ignore(project: Path) -> None:
     subprocess.run(["git", "-C", str(project), "init", "-q"], check=True)
     (project / ".gitignore").write_text("*.bin\nsetup.py\n")
-    (project / "data.bin").write_bytes(b"x")
-    assert names(project / "setup.py") == {".gitignore", "setup.py", "parts/rewards.py"}
+    (project / "parts" / ".cache").mkdir()
+    for left_out in ("data.bin", ".env", "parts/.cache/token"):
+        (project / left_out).write_bytes(b"x")
+    assert names(project / "setup.py") == {"setup.py", "parts/rewards.py"}
+
+
+def test_the_folder_of_ray_has_a_new_name_and_what_is_not_ours_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "SHORT", str(tmp_path))
+    (tmp_path / "kept").mkdir()
+    (link := tmp_path / "agrpo-run-link").symlink_to(tmp_path / "kept")
+    killed, again = (cluster._folder_for("run") for _ in range(2))
+    assert again != killed and not killed.exists() and again.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: again.stat().st_uid + 1)
+    assert cluster._folder_for("run") != again and again.exists()
+    assert link.is_symlink() and (tmp_path / "kept").exists()
 
 
 def test_a_large_project_is_refused_with_the_way_out(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

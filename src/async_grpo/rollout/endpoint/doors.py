@@ -12,7 +12,6 @@ import asyncio
 import atexit
 import os
 import socket
-import stat
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from async_grpo.log import logger
+from async_grpo.rundir.folders import is_ours
 
 KEY_S = 30.0  # for a connection to show a key
 MOST_STRANGERS = 64
@@ -145,10 +145,8 @@ def _listening(base: Path) -> PrivateSocket:
 
 def _remove_left_behind(base: Path) -> None:
     for folder in base.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            status = folder.lstat()
-            if status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode) and _is_dead(folder / _NAME):
-                _remove(folder)
+        if is_ours(folder) and _is_dead(folder / _NAME):
+            _remove(folder)
 
 
 def _is_dead(path: Path) -> bool:
