@@ -15,11 +15,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
@@ -32,7 +34,11 @@ from async_grpo.rundir.shape import as_json, shaped
 from async_grpo_experiments.guidance.identity import digest_of, vocabulary_of, weights_digest
 
 FORMAT = 1
-RECORD, WEIGHTS, VOCABULARY = "head.json", "model.safetensors", "vocabulary.json"
+RECORD, WEIGHTS, VOCABULARY, CONFIG = "head.json", "model.safetensors", "vocabulary.json", "config.json"
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # in config.json; each layer has a tensor
+_WAY_OUT = "Copy the folder again, or train the head again."
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +126,11 @@ class ValueHead(nn.Module):
     def load(cls, folder: str | Path) -> ValueHead:
         """The head of a folder, on the CPU; `checked_record` says what it refuses."""
         folder, record = Path(folder), checked_record(folder)
+        tokens, shapes = tokens_of(folder), _shapes_in(folder / WEIGHTS)
         with torch.random.fork_rng(devices=[]):  # a worker loads it when the seed of its first group is set
-            backbone = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-            head = cls(backbone, record, tokens_of(folder))
+            with torch.device("meta"):  # takes no memory
+                _check_shapes(folder, cls(_backbone_of(folder, shapes), record, tokens).state_dict(), shapes)
+            head = cls(_backbone_of(folder, shapes), record, tokens)
         head.load_state_dict(load_file(folder / WEIGHTS), assign=True)
         return head.eval()
 
@@ -217,8 +225,7 @@ def checked_record(folder: str | Path) -> HeadRecord:
         )
     if (found := _hash_of(folder / WEIGHTS)) != record.weights_hash:
         raise BadFileError(
-            f"{folder / WEIGHTS} is damaged: its SHA-256 is {found}, and {RECORD} has {record.weights_hash}. "
-            "Copy the folder again, or train the head again."
+            f"{folder / WEIGHTS} is damaged: its SHA-256 is {found}, and {RECORD} has {record.weights_hash}. {_WAY_OUT}"
         )
     return record
 
@@ -226,6 +233,43 @@ def checked_record(folder: str | Path) -> HeadRecord:
 def tokens_of(folder: str | Path) -> list[str | None]:
     """The tokens by id, of a head on disk."""
     return shaped(list[str | None], read_object(Path(folder) / VOCABULARY).get("tokens"), VOCABULARY)
+
+
+def _backbone_of(folder: Path, shapes: Mapping[str, Shape]) -> PreTrainedModel:
+    """The backbone that `config.json` describes. `BadFileError`: it describes none, or more layers than there are."""
+    described = read_object(folder / CONFIG)
+    with naming(folder / CONFIG):
+        for part in (described, *(value for value in described.values() if isinstance(value, dict))):
+            for name, value in part.items():
+                if name in _LAYERS and isinstance(value, int) and value > len(shapes):
+                    raise BadFileError(f"{name} is {value:,}, and {WEIGHTS} has {len(shapes):,} tensors. {_WAY_OUT}")
+                if name.endswith("_implementation") and value not in (None, "eager", "sdpa"):
+                    raise BadFileError(f"{name} may name code of the Hub, which a head has none of. Remove that line.")
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            backbone: PreTrainedModel = AutoModel.from_config(config, trust_remote_code=False)
+        except Exception as error:  # whatever transformers raises
+            raise BadFileError(f"transformers makes no model of it: {error}") from error
+    return backbone
+
+
+def _shapes_in(file: Path) -> dict[str, Shape]:
+    """The shape of each tensor, from the header of the file."""
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.offset_keys()}
+    except SafetensorError as error:
+        raise BadFileError(f"{file} is not a file of safetensors: {error}. {_WAY_OUT}") from error
+
+
+def _check_shapes(folder: Path, made: Mapping[str, Tensor], saved: Mapping[str, Shape]) -> None:
+    for name in sorted({*made, *saved}):
+        ours, theirs = tuple(made[name].shape) if name in made else "not there", saved.get(name, "not there")
+        if ours != theirs:
+            raise BadFileError(
+                f"{folder / CONFIG} and {WEIGHTS} are of different heads: {name} is {ours} by the former, and {theirs} "
+                f"in the latter. {_WAY_OUT}"
+            )
 
 
 def _hash_of(file: Path) -> str:

@@ -72,6 +72,36 @@ def test_a_pickle_and_a_folder_without_a_head_are_refused(model: Any, tmp_path: 
         ValueHead.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vocab_size": 1 << 40}, r"embed_tokens\.weight is \(1099511627776, 16\) by the former, and \(24, 16\) in"),
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, r"layers\.1\.\S* is not there by the former"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1,000,000,000, and .* 26 tensors"),
+        ({"text_config": {"n_layer": 10**9}}, "n_layer is 1,000,000,000"),
+        ({"_attn_implementation": "someone/kernels"}, "_attn_implementation may name code of the Hub"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, "makes no model of it: .* custom code"),
+        ({"hidden_size": "x"}, "makes no model of it: .*hidden_size"),
+        (["qwen3"], "its JSON is not an object"),
+    ],
+    ids=["huge", "fewer", "endless", "nested", "kernel", "code", "text", "list"],
+)
+def test_a_configuration_of_another_model_is_refused_before_it_takes_memory_or_runs(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    """2^40 rows could not be had; code of the folder would ask at the terminal, where the answer is yes."""
+    head_of(model).save(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change} if isinstance(change, dict) else change))
+    (tmp_path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import Qwen3Config as C\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(BadFileError, match=rf"(?s)config\.json .*{said}"):
+        ValueHead.load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("loss", ["bce", "mse", "mle", "bradley_terry"])
 def test_training_lowers_each_loss_and_ignores_tokens_without_label(model: Any, loss: str) -> None:
     head = head_of(model, trained=False, loss=loss, v_max=2.0)
