@@ -13,7 +13,7 @@ from bad_files import HUGE, NO_FILES, NO_OBJECTS, plant
 from async_grpo.archive import rollout_state
 from async_grpo.archive.history import read_record
 from async_grpo.deltas import chain
-from async_grpo.errors import BadFileError, DeltaChainError, RunDirError
+from async_grpo.errors import AsyncGRPOError, BadFileError, DeltaChainError, RunDirError
 from async_grpo.evals import report
 from async_grpo.queue.codec import decode_group, decode_job
 from async_grpo.queue.filesystem import OsFiles
@@ -23,6 +23,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader, read_end, read_object
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import read_activity
+from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.slots import ledger
 from async_grpo_experiments.sweeps import plan
 
@@ -60,6 +61,7 @@ OF_OBJECTS: dict[str, Reader] = {
     "summary.json": Reader("summary.json", summary.read_figures),
     "the rollout state": Reader("rollout_state.json", rollout_state.read),
     "sweep.json": Reader("sweep.json", lambda path: plan.load(path.parent), RunDirError),
+    "the configuration of an experiment": Reader("config.yaml", lambda path: config_of(path.parent), AsyncGRPOError),
     "a chain of deltas": Reader("chain.json", lambda path: chain.read_about(path.parent), DeltaChainError),
     "a job": Reader("job", lambda path: decode_job(OsFiles(path.parent).read(path.name)), names_it=False),
     "a group": Reader("group", lambda path: decode_group(OsFiles(path.parent).read(path.name)), names_it=False),

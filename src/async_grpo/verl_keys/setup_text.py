@@ -228,10 +228,10 @@ def trackers(keys: Keys) -> list[str]:
     text = keys["trainer.logger"]
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     named = [found] if isinstance(found, str) else found
-    if not isinstance(named, list) or not all(name in TRACKERS for name in named):
+    if not isinstance(named, list) or not all(isinstance(name, str) and name in TRACKERS for name in named):
         raise UsageError(f"trainer.logger must be of {', '.join(TRACKERS)}, such as ['console','wandb'], got {text!r}.")
     trackers = [tracker for name in named if (tracker := TRACKERS[name]) is not None]
     for tracker in trackers:

@@ -6,7 +6,7 @@ its own (`stages check`), before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -202,12 +202,13 @@ class ExperimentConfig:
         return self.evaluation.datasets_by_train.get(dataset, [dataset])
 
 
-def checked(tree: Mapping[str, Any]) -> ExperimentConfig:
+def checked(tree: object) -> ExperimentConfig:
     """The configuration that a composed tree gives. `UsageError` names the first key that is wrong."""
-    if not (tree.get("experiment") or {}).get("name"):
-        raise UsageError("experiment.name must be set, e.g. experiment.name=star.")
+    match tree:
+        case {"experiment": None | {"name": None | ""}}:
+            raise UsageError("experiment.name must be set, e.g. experiment.name=star.")
     try:
-        config = shaped(ExperimentConfig, dict(tree), "it")
+        config = shaped(ExperimentConfig, tree, "it")
     except BadFileError as error:
         raise UsageError(f"The configuration cannot be used: {error}.") from error
     for problem in _problems(config):

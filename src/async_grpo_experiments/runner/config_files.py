@@ -11,13 +11,15 @@ from typing import Any
 
 import yaml
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.files import write_lines
-from async_grpo.rundir.reading import read_file
+from async_grpo.rundir.reading import MAX_NESTING, naming, read_file
 from async_grpo.rundir.shape import as_json
 from async_grpo_experiments.runner.composition import CONFIG
 from async_grpo_experiments.runner.config import ExperimentConfig, checked
 from async_grpo_experiments.runner.graph import Stage
+
+_MOST_BYTES = 1 << 20
 
 
 def write_config(root: Path, config: ExperimentConfig, graph: Mapping[str, Stage]) -> None:
@@ -36,11 +38,37 @@ def _write_yaml(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def config_of(root: Path) -> ExperimentConfig:
-    """The configuration that an experiment was last started with. `UsageError`: there is no experiment."""
+    """The configuration that an experiment was last started with.
+
+    Raises:
+        UsageError: there is no experiment, or its configuration is none.
+        BadFileError: the file cannot be read.
+    """
+    path = root / CONFIG
     try:
-        return checked(yaml.safe_load(bytes(read_file(root / CONFIG)).decode()))
+        data = read_file(path, _MOST_BYTES)
+        with naming(path):
+            tree = _parsed(bytes(data))
+        return checked(tree)
     except FileNotFoundError:
         raise UsageError(f"{root} holds no experiment: it has no {CONFIG}.") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _parsed(text: str | bytes) -> Any:
+    """The value in a text of YAML, which JSON could hold. `BadFileError` gives the reason where there is none."""
+    levels = 0
+    try:
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.AliasEvent):
+                raise BadFileError("it has an alias, which may stand for more than memory holds")
+            levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if levels > MAX_NESTING:
+                raise BadFileError("its YAML is nested too deeply")
+        return json.loads(json.dumps(yaml.safe_load(text), default=str))
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise BadFileError(f"it is not valid YAML ({' '.join(str(error).split())})") from error
 
 
 def changed(root: Path, overrides: Sequence[str]) -> ExperimentConfig:
@@ -64,9 +92,9 @@ def changed(root: Path, overrides: Sequence[str]) -> ExperimentConfig:
 
 def _value(override: str, text: str) -> Any:
     """The value of `1e-5`, which YAML takes for a text, `[a, b]` or `null`. `UsageError`: it is none."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _parsed(text)
+    except BadFileError as error:
         raise UsageError(f"{override}: the value cannot be read: {error}.") from error

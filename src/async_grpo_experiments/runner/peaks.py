@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import shaped
 from async_grpo_experiments.runner.config import DEFAULT_BATCH, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, kind_of
 from async_grpo_experiments.slots import gpu_driver
@@ -19,7 +20,7 @@ from async_grpo_experiments.slots.places import Place
 
 MARGIN = 1.1  # of a measured peak
 USAGE = "usage.json"
-_Number = TypeVar("_Number", int, float)
+_Numbers = TypeVar("_Numbers", dict[str, int], dict[str, float])
 
 
 class BatchMemory(NamedTuple):
@@ -86,7 +87,7 @@ class MemoryPeaks:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._peaks = path, _numbers(path, int)
+        self._path, self._peaks = path, _numbers(path, dict[str, int])
         self.estimates: dict[str, int] = {}
 
     def __contains__(self, kind: str) -> bool:
@@ -101,8 +102,8 @@ class MemoryPeaks:
     def peak_of(self, stage: Stage, folder: Path, config: ExperimentConfig, seen: int = 0) -> int:
         """What was seen of a stage, or what it has written of itself in `usage.json`; kept for the next one like it."""
         peak = seen
-        with suppress(FileNotFoundError, BadFileError, KeyError, ValueError, TypeError):
-            peak = max(seen, int(read_object(folder / USAGE)["peak_bytes"]))
+        with suppress(FileNotFoundError, BadFileError):
+            peak = max(seen, shaped(int, read_object(folder / USAGE).get("peak_bytes")))
         key = kind_of(stage, config)
         if peak > self._peaks.get(key, 0):
             self._peaks[key] = peak
@@ -115,7 +116,7 @@ class StageSeconds:
     """How long the last stage of each kind took, for all experiments of one outputs folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.by_kind = path, _numbers(path, float)
+        self._path, self.by_kind = path, _numbers(path, dict[str, float])
 
     def note(self, seconds: Mapping[str, float]) -> None:
         """Keep what these kinds of stages took."""
@@ -124,12 +125,12 @@ class StageSeconds:
             write_json(self._path, self.by_kind)
 
 
-def _numbers(path: Path, kind: Callable[[Any], _Number]) -> dict[str, _Number]:
+def _numbers(path: Path, shape: type[_Numbers]) -> _Numbers:
     """Read numbers by kind of stage; none where the file is missing or damaged, as they are measured again."""
     try:
-        return {str(key): kind(value) for key, value in read_object(path).items()}
-    except (FileNotFoundError, BadFileError, ValueError, TypeError):
-        return {}
+        return shaped(shape, read_object(path))
+    except (FileNotFoundError, BadFileError):
+        return shape()
 
 
 def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:

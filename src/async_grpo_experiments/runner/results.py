@@ -100,9 +100,9 @@ def lines_of(root: Path, config: ExperimentConfig) -> list[EvaluatedLine]:
 def write_results(root: Path, config: ExperimentConfig) -> None:
     """Write all three files. `DiskFullError` if there is no room."""
     lines = lines_of(root, config)
-    jobs: dict[str, Any] = {}
+    jobs: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, BadFileError):
-        jobs = read_object(root / "job_states.json")
+        jobs = shaped(dict[str, dict[str, Any]], read_object(root / "job_states.json"))
     for line in lines:
         jobs.setdefault(line.job.id, {}).setdefault("evaluations", []).append(as_json(line.evaluation))
         if line.trained is not None:

@@ -295,7 +295,7 @@ def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]
     from async_grpo.evals.report import Evaluated
     from async_grpo.rundir.shape import shaped
 
-    for one in shaped(dict[str, Evaluated], found["models"], "models").values():
+    for one in shaped(dict[str, Evaluated], found.get("models"), "models").values():
         eta = one.sampling.get("eta")
         yield EvaluatedSet(
             dataset=dataset,

@@ -26,6 +26,7 @@ from async_grpo.launch.supervisor import Exit, Exits, Health
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import shaped
 from async_grpo.setup.process import has_ended, start_logged, within
 from async_grpo_experiments.slots.starter import LOST, PlacedChild, held_by_us
 
@@ -180,8 +181,8 @@ class SlurmStarter:
     def _has_ended(self, name: str) -> bool:
         ended = self._jobs[name].done()
         code = LOST  # asked for after the state: a job writes its code before it ends
-        with suppress(FileNotFoundError, BadFileError, KeyError, ValueError, TypeError):
-            code = int(read_object(self._code_files[name])["code"])
+        with suppress(FileNotFoundError, BadFileError):
+            code = shaped(int, read_object(self._code_files[name]).get("code"))
         if ended and code == LOST and self._is_slurm and _queued({self._code_files[name].stem}):
             self._jobs[name].cancel(check=False)  # SLURM would start it again beside our next attempt
             return False

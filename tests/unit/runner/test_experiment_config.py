@@ -12,7 +12,7 @@ import pytest
 from experiment_yard import tree
 
 from async_grpo.cli import main
-from async_grpo.errors import UsageError
+from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
 from async_grpo_experiments.runner.composition import composed, place_of_conf
@@ -81,12 +81,43 @@ def test_a_resume_reads_values_as_hydra_does(tmp_path: Path) -> None:
         ("num_samples", "change one: KEY=VALUE"),
         ("num_samples.x=1", "num_samples is a value and has no keys"),
         ("evaluation.etas=[1", "the value cannot be read"),
+        ("evaluation.etas=" + "[" * 3000 + "]" * 3000, "the value cannot be read: its YAML is nested too deeply"),
+        ("evaluation.etas=2026-99-99", "the value cannot be read: it is not valid YAML"),
         ("num_sample=1", "the nearest is 'num_samples'"),
     ],
 )
 def test_what_a_resume_cannot_change_is_refused(tmp_path: Path, override: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         changed(begun(tmp_path / "x"), [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"5", "it is 5, not an object"),
+        (b"a: [", "it is not valid YAML"),
+        (b"!!python/object/apply:os.system ['x']", "it is not valid YAML"),
+        (b"experiment: 2026-99-99", "it is not valid YAML"),
+        (b"? [1]\n: 2", "it is not valid YAML"),
+        (b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        (b"algos: {PITA: {x: " + b"[" * 250 + b"]" * 250 + b"}}", "nested too deeply"),
+        (b"algos: &a {PITA: {x: *a}}", "it has an alias"),
+        (b"1: 2", "it has an unknown field '1'"),
+        (b"experiment: {name: }", "experiment.name must be set"),
+    ],
+)
+def test_a_folder_whose_configuration_is_none_is_refused_by_name(tmp_path: Path, text: bytes, said: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(text)
+    with pytest.raises((UsageError, BadFileError), match=rf"config\.yaml.*{said}"):
+        changed(tmp_path, [])
+
+
+@pytest.mark.parametrize("text", ["[", '{"GRPO": Infinity}', '{"GRPO": [1]}'])
+def test_measures_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
+    for name in (MEMORY, SECONDS):
+        (tmp_path / name).write_text(text)
+    assert "GRPO" not in MemoryPeaks(tmp_path / MEMORY)
+    assert StageSeconds(tmp_path / SECONDS).by_kind == {}
 
 
 def test_repetitions_have_seeds_of_their_own() -> None:

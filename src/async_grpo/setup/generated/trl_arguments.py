@@ -118,7 +118,7 @@ def environment(path: Path) -> dict[str, str]:
         raise UsageError(f"Setup file not found: {path}\nGive a YAML file of `trl grpo`, or a Python file.")
     try:
         config = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not
         raise UsageError(f"{path} is not valid YAML: {_place_and_problem(error)}") from None
     except RecursionError:
         raise UsageError(f"{path} is not valid YAML: it is nested too deeply.") from None
