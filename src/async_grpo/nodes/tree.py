@@ -38,6 +38,8 @@ def is_there(data: bytes, folder: Path) -> bool:
             path, sent = folder / member.name, tar.extractfile(member)
             if sent is None or not path.is_file() or path.read_bytes() != sent.read():
                 return False
+            if path.stat().st_uid != member.uid:  # who may have put more there, which would be imported
+                return False
     return True
 
 

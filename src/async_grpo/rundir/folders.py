@@ -83,7 +83,7 @@ def open_folder(folder: Path, *, any_mode: bool = False) -> int:
         raise RunDirError(f"{folder} is not a directory (links are not followed). Choose another folder.") from error
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid():
-        reason = f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}."
+        reason = f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}. Choose another one."
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not any_mode:
         reason = (
             f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could make "
@@ -101,6 +101,12 @@ def is_ours(folder: Path) -> bool:
         status = folder.lstat()
         return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
     return False
+
+
+def check_own(folder: Path) -> None:
+    """`RunDirError` where it is there, and is a link or another user's: what lies in it is imported."""
+    if os.path.lexists(folder):
+        os.close(open_folder(folder, any_mode=True))
 
 
 def nearest_existing(path: Path) -> Path:

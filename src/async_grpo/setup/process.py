@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -23,7 +24,7 @@ import loguru
 
 from async_grpo.formatting import printable
 from async_grpo.log import logger
-from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.folders import check_own, make_folder
 from async_grpo.rundir.reading import naming, open_plain
 from async_grpo.setup.output import LossyOutput, survive_lost_output
 
@@ -315,8 +316,11 @@ def gc_paused() -> Iterator[None]:
 
 def own_compile_cache(name: str, env: MutableMapping[str, str]) -> None:
     """Give each process its own folder for Unsloth's compiled code; two that share one overwrite each other."""
-    base = env.get("UNSLOTH_COMPILE_LOCATION") or "unsloth_compiled_cache"
-    env["UNSLOTH_COMPILE_LOCATION"] = str(Path(base) / name)
+    own = Path(env.get("UNSLOTH_COMPILE_LOCATION") or "unsloth_compiled_cache") / name
+    if find_spec("unsloth") is not None:  # it imports what lies there
+        check_own(own.parent.resolve())
+        check_own(own)
+    env["UNSLOTH_COMPILE_LOCATION"] = str(own)
 
 
 def make_deterministic() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.log import logger
+from async_grpo.setup.generated import GENERATED
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
 from async_grpo.setup.process import ending_kept
 from async_grpo.setup.replaced import note_originals
@@ -215,7 +216,8 @@ def _run_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE_NAME] = module
-    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as `python FILE` would
+    if not path.read_bytes().startswith(GENERATED.encode()):
+        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as `python FILE` would
     try:
         spec.loader.exec_module(module)
     except AsyncGRPOError:  # it says what is wrong

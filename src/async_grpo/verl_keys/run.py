@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted
+from async_grpo.rundir.folders import check_own, make_folder
 from async_grpo.tasks import load
 from async_grpo.tasks.files import cut, files_by_task
 from async_grpo.verl_keys.devices import Devices
@@ -60,7 +61,9 @@ class VerlRun:
         return accelerate_file(self.folder)
 
     def write(self) -> None:
-        self.setup_file.parent.mkdir(parents=True, exist_ok=True)
+        """Write the files. `RunDirError`: the folder is another user's, who could change what the run imports."""
+        check_own(self.folder.resolve())
+        make_folder(self.setup_file.parent)
         self.setup_file.write_text(self.setup)
         if self.accelerate is not None:
             self.accelerate_file.write_text(self.accelerate)

@@ -12,6 +12,7 @@ import yaml
 
 from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RunDir
+from async_grpo.setup.generated import GENERATED
 from async_grpo.verl_keys.devices import Devices
 from async_grpo.verl_keys.keys import ACTOR, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.steps import Steps
@@ -88,7 +89,7 @@ class SetupText:
             evaluated = f"sampled(\n            {evaluated},\n            {some},\n            seed={seed},\n        )"
         project = keys["trainer.project_name"]
         more, fields = self._arguments(), self.fields()
-        return _TEXT.format(
+        return (GENERATED + _TEXT).format(
             keys="\n".join(f"# {name}: {value!r}" for name, value in sorted(keys.given.items())),
             imports="\n".join(self._imports(config, trainer, with_wandb="wandb" in reports)),
             model=model_of(keys[f"{MODEL}.path"]),

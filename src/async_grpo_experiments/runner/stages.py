@@ -31,6 +31,7 @@ from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_end, read_object
 from async_grpo.rundir.shape import as_json
+from async_grpo.setup.generated import GENERATED
 from async_grpo.setup.process import end_with_parent, rank_of_launch
 from async_grpo_experiments.algorithms.protocols import GRPO_RUN, Continuations, Cut, collect
 from async_grpo_experiments.algorithms.rows import Rows
@@ -51,7 +52,7 @@ from async_grpo_experiments.slots.starter import held_by_us
 ROWS, SAMPLES = "rows.arrow", "samples"
 _LAST_WORDS_BYTES = 10_000  # of a process that has ended
 _LEAVES = ("head", "model", "proxy")  # folders that a training may leave
-SETUP_FILE = '''"""The setup file of one stage."""
+SETUP_FILE = f'''{GENERATED}"""The setup file of one stage."""
 
 from pathlib import Path
 

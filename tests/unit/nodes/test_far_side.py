@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -220,7 +221,7 @@ def test_nothing_is_left_at_the_end(order: dict[str, Any]) -> None:
     assert not root.exists()
 
 
-@pytest.mark.parametrize("there", ["the same", "another", "nothing"])
+@pytest.mark.parametrize("there", ["the same", "another", "another user's", "nothing"])
 def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
     there: str, order: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -229,6 +230,8 @@ def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
     sent = file.read_text()
     if there == "another":
         file.write_text("def get_trainer(): raise SystemExit\n")
+    elif there == "another user's":  # who may have put a trl.py beside it
+        order["tree"] = of_another_user(order["tree"])
     elif there == "nothing":
         file.unlink()
     node = _RunHere(order)
@@ -238,6 +241,15 @@ def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
         assert config.read_text() == sent
     finally:
         node.end(finished=False)
+
+
+def of_another_user(tree: bytes) -> bytes:
+    found = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(tree)) as tar, tarfile.open(fileobj=found, mode="w") as theirs:
+        for member in tar:
+            member.uid += 1
+            theirs.addfile(member, tar.extractfile(member))
+    return found.getvalue()
 
 
 def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any], monkeypatch: Any) -> None:

@@ -14,6 +14,8 @@ from textwrap import dedent
 
 import pytest
 
+from async_grpo.errors import RunDirError
+from async_grpo.setup import process
 from async_grpo.setup.process import STACKS_SIGNAL, own_compile_cache
 from patience import DEADLINE_S, is_gone, until
 
@@ -164,6 +166,14 @@ def test_each_process_has_its_own_compile_cache() -> None:
     env = {"UNSLOTH_COMPILE_LOCATION": "caches/mine"}
     own_compile_cache("parameter_server", env)
     assert env == {"UNSLOTH_COMPILE_LOCATION": str(Path("caches/mine") / "parameter_server")}
+
+
+def test_a_compile_cache_through_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As is another user's, by the same function."""
+    monkeypatch.setattr(process, "find_spec", lambda name: name)
+    (tmp_path / "dev1").symlink_to("elsewhere")
+    with pytest.raises(RunDirError, match="dev1 is not a directory"):
+        own_compile_cache("dev1", {"UNSLOTH_COMPILE_LOCATION": str(tmp_path)})
 
 
 HUNG = """

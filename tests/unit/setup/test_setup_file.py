@@ -13,6 +13,7 @@ import pytest
 
 from async_grpo.errors import SetupFileError
 from async_grpo.setup import trl_compat
+from async_grpo.setup.generated import GENERATED
 from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file, load_trainer
 
 
@@ -197,6 +198,14 @@ def test_the_file_can_import_its_neighbours(folder: Path) -> None:
     write(folder, "from trl import GRPOTrainer as Trainer", "my_neighbour.py")
     path = write(folder, "def get_trainer():\n    from my_neighbour import Trainer\n    return Trainer()")
     assert isinstance(load_trainer(path), FakeTrainer)
+
+
+def test_nothing_beside_a_file_that_we_wrote_is_imported(folder: Path) -> None:
+    write(folder, "raise SystemExit", "my_other_neighbour.py")
+    path = folder / "written.py"
+    path.write_text(GENERATED + dedent(GOOD) + "import my_other_neighbour\n")
+    with pytest.raises(SetupFileError, match="No module named 'my_other_neighbour'"):
+        load_trainer(path)
 
 
 def test_a_missing_module_is_named(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.cli.compute.train import build_parser
-from async_grpo.errors import UsageError
+from async_grpo.errors import RunDirError, UsageError
 from async_grpo.setup.grpo_config.values import field_types
 from async_grpo.tasks.files import files_by_task
 from async_grpo.verl_keys import Keys, VerlRun, planned
@@ -240,6 +241,37 @@ def test_the_setup_file_is_python_with_fields_that_there_are(plan: Plan, keys: t
 def test_other_keys_leave_the_setup_file_of_a_run_as_it_is(plan: Plan) -> None:
     one, other = plan(), plan("trainer.total_epochs=2")
     assert one.setup_file == plan().setup_file != other.setup_file
+
+
+@pytest.mark.parametrize("whose", ["out", "out/setup"])
+def test_a_folder_of_another_user_gets_no_setup_file(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """A `trl.py` in it was imported in place of TRL."""
+    (tmp_path / "out" / "setup").mkdir(parents=True)
+    theirs, fstat = (tmp_path / whose).stat(), os.fstat
+
+    def owned(descriptor: int) -> os.stat_result:
+        found = fstat(descriptor)
+        return os.stat_result([*found[:4], 65534, *found[5:]]) if os.path.samestat(found, theirs) else found
+
+    monkeypatch.setattr(os, "fstat", owned)
+    with pytest.raises(RunDirError, match=f"{whose} belongs to user 65534"):
+        plan().write()
+    assert not any((tmp_path / "out" / "setup").iterdir())
+
+
+def test_a_setup_file_goes_through_no_link_and_its_folder_is_our_own(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out").symlink_to("mine")  # a disk with room, say
+    run = plan()
+    run.write()
+    assert run.setup_file.read_text() == run.setup
+    assert (tmp_path / "mine" / "setup").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "mine" / "setup").rename(tmp_path / "elsewhere")
+    (tmp_path / "mine" / "setup").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunDirError, match="links are not followed"):
+        run.write()
 
 
 def test_each_key_and_each_loss_is_on_the_page() -> None:

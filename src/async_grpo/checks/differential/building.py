@@ -10,6 +10,7 @@ from typing import Any
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import distinct
 from async_grpo.rundir.files import write_json
+from async_grpo.setup.generated import GENERATED
 from async_grpo.setup.sampling import refuse_guided
 
 STEPS = 2
@@ -57,7 +58,7 @@ def setup_file(options: CheckOptions) -> Path:
     """Write the generated file."""
     path = Path(options.scratch) / "setup_of_check.py"
     path.write_text(
-        "from async_grpo.checks.differential.building import CheckOptions, run_trainer\n\n\n"
+        f"{GENERATED}from async_grpo.checks.differential.building import CheckOptions, run_trainer\n\n\n"
         f"def get_trainer():\n    return run_trainer(CheckOptions(**{asdict(options)!r}))\n"
     )
     return path

@@ -13,13 +13,17 @@ from pathlib import Path
 from async_grpo.errors import SetupFileError
 from async_grpo.rundir.folders import make_folder
 
+GENERATED = "# Written by Async-GRPO: nothing beside it is imported, unless you delete this line.\n"
+"""The first line of each."""
+
 
 def write_setup_file(name: str, text: str) -> Path:
-    """The file with this text; the same text is the same file, so that a resume finds it.
+    """The file with this text below `GENERATED`; the same text is the same file, so that a resume finds it.
 
     Raises:
         SetupFileError: the user's cache cannot be written.
     """
+    text = GENERATED + text
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "async-grpo" / "setup_files"
     path = folder / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
