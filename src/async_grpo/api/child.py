@@ -58,7 +58,7 @@ class CommandChild:
         sent = [] if payload is None else [in_memory(payload)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli", *arguments],
+                [sys.executable, "-Pm", "async_grpo.cli", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

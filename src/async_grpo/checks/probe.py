@@ -45,7 +45,7 @@ def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: Mapping
     """
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as scratch:
         answer, said = Path(scratch) / "answer.json", Path(scratch) / "output.txt"
-        command = [sys.executable, "-m", module, json.dumps(question), str(answer)]
+        command = [sys.executable, "-Pm", module, json.dumps(question), str(answer)]
         child = start_logged(command, {**env, "PYTHONPATH": path_to_us(env)}, said)
         try:
             in_time = within(timeout_s, lambda: has_ended(child), POLL_S)

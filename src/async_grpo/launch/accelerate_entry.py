@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
     ranks = ["--config_file", config, "--main_process_port", "0"]  # 0: any that is free
     ranks += _gpu_options(Path(config), os.environ)
-    launched = ["-m", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
+    launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
     try:
         launch_command(launch_command_parser().parse_args([*ranks, *launched]))
     except SignalException as stopped:

@@ -242,7 +242,7 @@ def _server(plan: RunPlan, run: RunDir) -> Child:
     grace_s, env = plan.launch.stop_grace, _environment(plan)
     command = _command("server", run)
     if plan.launch.accelerate_config is not None:
-        entry = [sys.executable, "-m", "async_grpo.launch.accelerate_entry"]
+        entry = [sys.executable, "-Pm", "async_grpo.launch.accelerate_entry"]
         command = [*entry, str(os.getpid()), str(plan.launch.accelerate_config), "server", "--run-dir", str(run.root)]
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))  # else it kills ranks after 30 s
     return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s)
@@ -276,7 +276,7 @@ def worker_child(plan: RunPlan, run: RunDir, number: int, needed: Callable[[], b
 
 def _command(role: str, run: RunDir) -> list[str]:
     """Start a process of the run, which reads in the run directory what it is to do."""
-    command = [sys.executable, "-m", "async_grpo.cli", role, "--run-dir", str(run.root)]
+    command = [sys.executable, "-Pm", "async_grpo.cli", role, "--run-dir", str(run.root)]
     return [*command, "--launched-by", str(os.getpid())]
 
 

@@ -11,4 +11,4 @@ SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` is not there in vL
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))  # the kernel keeps this over the next line
-    os.execv(sys.executable, [sys.executable, "-m", SERVER, *sys.argv[2:]])
+    os.execv(sys.executable, [sys.executable, "-Pm", SERVER, *sys.argv[2:]])

@@ -73,7 +73,7 @@ class ServerPlan:
     def command(self) -> list[str]:
         """For a child of this process."""
         return [
-            *(sys.executable, "-m", "async_grpo.serving.entry", str(os.getpid())),
+            *(sys.executable, "-Pm", "async_grpo.serving.entry", str(os.getpid())),
             *("--model", self.model, "--host", self.host, "--port", str(self.port)),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *("--weight-transfer-config", json.dumps({"backend": self.weights})),

@@ -198,7 +198,10 @@ def _others_in_group(leader: int) -> list[psutil.Process]:
 
 
 def path_to_us(env: Mapping[str, str]) -> str:
-    """`PYTHONPATH` for a child process that is to run this very code, whether it is installed or not."""
+    """`PYTHONPATH` for a child process that is to run this very code, whether it is installed or not.
+
+    Such a child is started by `python -Pm`: without -P it would import what lies in the working directory first.
+    """
     return os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), env.get("PYTHONPATH"))))
 
 

@@ -37,7 +37,7 @@ from async_grpo_experiments.slots.starter import LocalStarter, OpenStarter
 
 LOCK, SLURM = "experiment.lock", "slurm"
 FORECAST_S = 300.0
-STAGES = (sys.executable, "-m", "async_grpo_experiments.runner.stages")
+STAGES = (sys.executable, "-Pm", "async_grpo_experiments.runner.stages")
 
 
 def stage_command(root: Path, stage: Stage, token: str) -> list[str]:
@@ -49,10 +49,10 @@ def ranks_command(processes: int, root: Path, stage: Stage, token: str) -> list[
     """The command line of a training in several processes. GRPO starts its own: for it, `stage_command`."""
     if stage.kind != "train" or stage.job.algo in OWN_PROCESSES:
         return stage_command(root, stage, token)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes), "--multi_gpu"]
+    launch = [sys.executable, "-Pm", "accelerate.commands.launch", "--num_processes", str(processes), "--multi_gpu"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launch += ["--main_process_port", "0"]  # any that is free
-    return [*launch, *STAGES[1:], str(root), stage.job.id, stage.kind, token]
+    return [*launch, "--no_python", *STAGES, str(root), stage.job.id, stage.kind, token]
 
 
 def check_stages(config: ExperimentConfig) -> None:

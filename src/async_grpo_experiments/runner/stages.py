@@ -241,7 +241,7 @@ class Work:
             arguments += ["--num-workers", "1"]  # a second one would share the core
         arguments += ["--resume"] if run.exists() else []
         logs = _LogsOfRun(run)
-        child = subprocess.Popen([*held_by_us(), sys.executable, "-m", "async_grpo.cli", *arguments])
+        child = subprocess.Popen([*held_by_us(), sys.executable, "-Pm", "async_grpo.cli", *arguments])
         asked: list[int] = []
 
         def stop(number: int, frame: object) -> None:

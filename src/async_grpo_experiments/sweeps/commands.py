@@ -20,7 +20,7 @@ from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command
 from async_grpo_experiments.sweeps.plan import ASYNC, Run
 
-PROGRAM = (sys.executable, "-m", "async_grpo.cli")
+PROGRAM = (sys.executable, "-Pm", "async_grpo.cli")
 CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",

@@ -63,7 +63,7 @@ def instead_of_the_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
     def replace(program: str) -> None:
         def started(command: list[str], **how: object) -> subprocess.Popen[str]:
-            assert command[:3] == [sys.executable, "-m", "async_grpo.cli"]
+            assert command[:3] == [sys.executable, "-Pm", "async_grpo.cli"]
             return real([sys.executable, "-c", program, *command[3:]], **how)  # type: ignore[call-overload]
 
         monkeypatch.setattr(child_module.subprocess, "Popen", started)

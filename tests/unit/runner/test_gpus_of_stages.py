@@ -98,10 +98,10 @@ def test_a_training_on_several_gpus_is_started_by_accelerate(tmp_path: Path) -> 
         return experiment.ranks_command(2, tmp_path, graph[name], "token")
 
     launched = " ".join(command(TRAIN))
-    assert "-m accelerate.commands.launch --num_processes 2 " in launched
-    assert launched.endswith(f"-m async_grpo_experiments.runner.stages {tmp_path} QSharp_tiny_sums_r1 train token")
+    assert "-Pm accelerate.commands.launch --num_processes 2 " in launched
+    assert launched.endswith(f"-Pm async_grpo_experiments.runner.stages {tmp_path} QSharp_tiny_sums_r1 train token")
     for own in (GENERATE, "GRPO_tiny_sums_r1.train"):
-        assert command(own)[:3] == [sys.executable, "-m", "async_grpo_experiments.runner.stages"]
+        assert command(own)[:3] == [sys.executable, "-Pm", "async_grpo_experiments.runner.stages"]
 
 
 def test_how_busy_a_stages_gpu_was_is_noted_and_its_peak_packs_the_next_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,12 @@ def test_each_process_has_its_own_compile_cache() -> None:
     env = {"UNSLOTH_COMPILE_LOCATION": "caches/mine"}
     own_compile_cache("parameter_server", env)
     assert env == {"UNSLOTH_COMPILE_LOCATION": str(Path("caches/mine") / "parameter_server")}
+
+
+def test_no_child_imports_what_lies_in_the_working_directory() -> None:
+    """Another user may have put a `trl.py` there: `python -m` looks there first, `python -Pm` never."""
+    modules = Path(process.__file__).parents[2].rglob("*.py")
+    assert [path for path in modules if re.search(r'sys\.executable,\s+"-m"', path.read_text())] == []
 
 
 def test_a_compile_cache_through_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

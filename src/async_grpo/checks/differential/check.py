@@ -89,7 +89,7 @@ def refuse_unsloth(config: Path) -> None:
 def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None]) -> None:
     """The ordinary command, with one worker at staleness 0. Says what the rewards will cost before any is called."""
     command = [
-        *(sys.executable, "-m", "async_grpo.cli", "train", str(setup_file(options)), "--run-dir", str(scratch / RUN)),
+        *(sys.executable, "-Pm", "async_grpo.cli", "train", str(setup_file(options)), "--run-dir", str(scratch / RUN)),
         *("--master-device-id", options.device, "--worker-device-ids", options.device, "--generator", "hf"),
         *("--max-staleness", "0", "--deterministic", "--eval-every", "0"),
         *("--steps", str(STEPS), "--seed", str(options.seed)),
