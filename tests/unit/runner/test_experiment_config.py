@@ -81,7 +81,8 @@ def test_a_resume_reads_values_as_hydra_does(tmp_path: Path) -> None:
         ("num_samples", "change one: KEY=VALUE"),
         ("num_samples.x=1", "num_samples is a value and has no keys"),
         ("evaluation.etas=[1", "the value cannot be read"),
-        ("evaluation.etas=" + "[" * 3000 + "]" * 3000, "the value cannot be read: its YAML is nested too deeply"),
+        # Python 3.13 reads it, as a list
+        ("evaluation.etas=" + "[" * 3000 + "]" * 3000, "its YAML is nested too deeply|is a list, not a finite number"),
         ("evaluation.etas=2026-99-99", "the value cannot be read: it is not valid YAML"),
         ("num_sample=1", "the nearest is 'num_samples'"),
     ],
