@@ -1,17 +1,19 @@
 """Waits for room on the disk. What may be deleted is deleted first, and what is waited for is logged.
 
 Both waits have no end but `should_stop`: what was trained would be lost otherwise. When the run is to stop, what was
-waited for is tried anyway.
+waited for is tried anyway, and `said_if_full` says what was not written.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import AsyncGRPOError, DiskFullError
+from async_grpo.formatting import size
 from async_grpo.log import logger
 from async_grpo.telemetry.waiting import Reminder
 
@@ -31,6 +33,22 @@ def wait_for_room(
         while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
             reminder.tick()
             time.sleep(RETRY_S)
+
+
+@contextmanager
+def said_if_full(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
+    """Write what a run is continued from, by any library. `DiskFullError` if it fails and its bytes find no room."""
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(folder).free
+        if free >= needed_bytes or (isinstance(error, AsyncGRPOError) and not isinstance(error, DiskFullError)):
+            raise
+        raise DiskFullError(
+            f"The disk is full: {what} was not written. It takes about {size(needed_bytes)}, and {size(free)} are free "
+            f"in {folder.absolute()}. Make room, then continue with --resume: all groups since the last checkpoint are "
+            "kept in done/ and trained on again. A run that has no checkpoint yet begins anew, with --overwrite."
+        ) from error
 
 
 def write_with_room(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from async_grpo.archive.room import wait_for_room
+from async_grpo.archive.room import said_if_full, wait_for_room
 from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir
 from async_grpo.setup.fingerprints import count
 from async_grpo.setup.trl_compat import is_adapter
@@ -46,9 +46,11 @@ class _KeepsLastWeights(TrainerCallback):
         if state.global_step == self._trainer.saved_at and not self._in_pieces():
             return
         activity.doing(SAVING)
+        folder, needed = self._place.parent, self._bytes()
         if state.is_world_process_zero:
-            wait_for_room(self._place.parent, self._bytes(), make_room=lambda: None, should_stop=self._should_stop)
-        self._save()
+            wait_for_room(folder, needed, make_room=lambda: None, should_stop=self._should_stop)
+        with said_if_full(folder, needed, self._place.name):
+            self._save()
         if state.is_world_process_zero:
             self._written.rename(self._place)
 

@@ -17,6 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.room import said_if_full
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.log import logger
@@ -28,7 +29,7 @@ from async_grpo.setup.overrides import HONOURED, own_dataloader
 from async_grpo.setup.replaced import adapter, class_of_trl, original, replaced, users_class
 from async_grpo.setup.trl_compat import AllStepsDone, train_the_rest
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
-from async_grpo.training.checkpoints import BatchInUse, find_best
+from async_grpo.training.checkpoints import BatchInUse, bytes_needed, find_best
 from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.corrections.rule import Rule
@@ -154,16 +155,17 @@ class AsyncGRPOMixin(CorrectedLoss):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As transformers does, but into the folder that `before_checkpoint` names. A hub gets it from its place."""
         args, name = self.args, f"checkpoint-{self.state.global_step}"
-        self._saves_into = self.events.before_checkpoint()
-        written = Path(self._get_output_dir(trial)).absolute() / name
-        push, args.push_to_hub = args.push_to_hub, False
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            args.push_to_hub, self._saves_into = push, None
         place = Path(self._get_output_dir(trial)) / name
-        self._name_best_checkpoint(written, place)
-        self.events.checkpoint_written(written)
+        with said_if_full(place.parent, bytes_needed(self), name):
+            self._saves_into = self.events.before_checkpoint()
+            written = Path(self._get_output_dir(trial)).absolute() / name
+            push, args.push_to_hub = args.push_to_hub, False
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                args.push_to_hub, self._saves_into = push, None
+            self._name_best_checkpoint(written, place)
+            self.events.checkpoint_written(written)
         self.saved_at = self.state.global_step
         if push:
             self._push_from_checkpoint(str(place))

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 from async_grpo.archive import rollout_state, room
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import DiskFullError, PeerDiedError
 from async_grpo.settings import ArchiveLimit
 from async_grpo.training.checkpoints import UsedGroups
 
@@ -30,6 +31,25 @@ def test_waits_until_there_is_room_and_makes_some(tmp_path: Path, monkeypatch: p
 def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 1000, 0))
     room.wait_for_room(tmp_path, 100, make_room=lambda: pytest.fail("nobody waits"), should_stop=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("free", "error", "told"),
+    [
+        (99, SafetensorError("I/O error: No space left on device"), True),
+        (99, DiskFullError("no room for a line"), True),
+        (99, PeerDiedError("a rank is gone"), False),
+        (100, SafetensorError("another error"), False),
+    ],
+)
+def test_a_checkpoint_that_found_no_room_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: Exception, told: bool
+) -> None:
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 0, free))
+    says = r"checkpoint-4 was not written\. It takes about 100 bytes, and 99 bytes are free in /.*--resume"
+    with pytest.raises(DiskFullError if told else type(error), match=says if told else str(error)):
+        with room.said_if_full(tmp_path, 100, "checkpoint-4"):
+            raise error
 
 
 class Disk:
