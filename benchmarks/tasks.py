@@ -1,11 +1,11 @@
 """What training on several tasks reaches and costs. Accuracy and cost of PPO alone are those of `ppo.py`.
 
-    python benchmarks/tasks.py [--only costs|accuracy|overhead] [--seeds N] [--json FILE] [--update-docs]
+    python benchmarks/tasks.py [--only costs|accuracy|overhead|load] [--seeds N] [--json FILE] [--update-docs]
 
 Three tasks of one model (`setups/three_tasks.py`) are trained with GRPO and with PPO, each with every `mtl`. Accuracy
 is the probability of the right answer to problems that no run saw. The costs are CPU times and bytes, of sides that
-take turns in this run. `--only` measures one part, and takes the other from FILE; `overhead`, a part of the costs, is
-printed alone.
+take turns in this run. `--only` measures one part, and takes the other from FILE; `overhead` and `load`, parts of the
+costs, are printed alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from benchmarks.table import (
 STEPS = 100
 KINDS, METHODS = ("GRPO", "PPO"), ("equal", "pcgrad", "proportional")
 ROUNDS = 5  # of sides that take turns
-GURU_ROWS = 54_400
+ROWS = (54_400, 1_000_000)  # of the largest file of Guru's, and of a large one
 DEMO_TOKENS, LONG_TOKENS = 4, 64  # of a completion, where the overhead of groups of one is measured
 WIDE = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 96}
 MOSTLY_WEIGHTS = {"shape": WIDE, "per_device_train_batch_size": 6, "num_generations": 2}  # few activations
@@ -161,15 +161,15 @@ def peak_bytes(mtl: str) -> dict[str, int]:
     return {"peak": most, "said": said}
 
 
-def load_rows(folder: str) -> dict[str, float]:
-    """Seconds and bytes of `load`, for a file of as many rows as Guru's largest has."""
+def load_rows(path: str) -> dict[str, float]:
+    """Seconds and bytes of `load`."""
     from async_grpo.tasks import load
 
     before = _peak_rss()
     started = time.perf_counter()
-    loaded = load([f"{folder}/math__generated.parquet"])
+    loaded = load(path)
     seconds = time.perf_counter() - started
-    assert len(loaded) == GURU_ROWS
+    assert f"{len(loaded)}.parquet" in path
     return {"seconds": seconds, "bytes": _peak_rss() - before}
 
 
@@ -179,7 +179,7 @@ def _peak_rss() -> float:
     return 1024.0 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
-def write_rows(folder: Path) -> None:
+def write_rows(folder: str, count: int) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -192,9 +192,11 @@ def write_rows(folder: Path) -> None:
             "reward_model": json.dumps({"style": "rule", "ground_truth": str(number)}),
             "extra_info": json.dumps({"split": "train", "index": number, "original": {"level": number % 5}}),
         }
-        for number in range(GURU_ROWS)
+        for number in range(count)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "math__generated.parquet")
+    path = f"{folder}/{count}.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
 
 
 def overhead_fraction(tokens: int, steps: int) -> float:
@@ -233,17 +235,26 @@ def costs() -> list[Row]:
     steps = [(step_cpu_s("pcgrad"), step_cpu_s("equal")) for _ in range(ROUNDS)]
     peaks = {mtl: child("peak", mtl) for mtl in ("pcgrad", "equal")}
     more, said = (peaks["pcgrad"][what] - peaks["equal"][what] for what in ("peak", "said"))
-    with tempfile.TemporaryDirectory() as folder:
-        write_rows(Path(folder))
-        loads = [child("load", folder) for _ in range(3)]
     memory = {"target": "<= 1.05", "ok": abs(more / said - 1) <= 0.05}
     return [
         row("CPU time of a step with `pcgrad` over `equal`'s, 3 tasks", _ratios(steps), "times", target="<= 1.6"),
         row("memory that `pcgrad` adds to `equal`'s, over what `--dry-run` says", [more / said], "times", **memory),
-        row(f"`load` of {GURU_ROWS:,} rows", [one["seconds"] for one in loads], "s", target="<= 15"),
-        row("memory that `load` takes", [one["bytes"] / 1e9 for one in loads], "GB", target="<= 1"),
+        *loads(),
         *overheads(),
     ]
+
+
+def loads() -> list[Row]:
+    rows = []
+    for count, target in zip(ROWS, ("<= 15", "<= 20"), strict=True):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_rows(folder, count)
+            found = [child("load", path) for _ in range(3)]
+        rows += [
+            row(f"`load` of {count:,} rows", [one["seconds"] for one in found], "s", target=target),
+            row(f"memory that `load` of {count:,} takes", [one["bytes"] / 1e9 for one in found], "GB", target="<= 1"),
+        ]
+    return rows
 
 
 def overheads() -> list[Row]:
@@ -275,9 +286,12 @@ def _ratios(pairs: list[tuple[float, float]]) -> list[float]:
     return [one / other for one, other in pairs]
 
 
+ALONE = {"overhead": overheads, "load": loads}  # parts of the costs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("costs", "accuracy", "overhead"))
+    parser.add_argument("--only", choices=("costs", "accuracy", *ALONE))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--update-docs", action="store_true")
@@ -287,8 +301,8 @@ def main() -> None:
         what, of = options.child
         print(json.dumps(CHILDREN[what](of)))
         return
-    if options.only == "overhead":
-        print(as_text(overheads()))
+    if options.only in ALONE:
+        print(as_text(ALONE[options.only]()))
         return
     if options.only and not options.json:
         parser.error("--only takes the other part from --json FILE")

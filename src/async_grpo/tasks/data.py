@@ -6,20 +6,28 @@ Python literal, and never evaluated.
 
 from __future__ import annotations
 
-import ast
 import json
-import warnings
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset, concatenate_datasets
+from datasets.fingerprint import generate_random_fingerprint
 
 from async_grpo.errors import UsageError
 from async_grpo.tasks.files import LARGEST, Files, cut, files_by_task
+from async_grpo.tasks.literals import literal_of
+from async_grpo.tasks.unpacked import require_small
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("ability", "extra_info", "apply_chat_template")
+_AS_JSON = json.JSONEncoder(allow_nan=False).encode
+_TWO_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # which JSON reads as one
+_AT_ONCE = 256  # rows that are Python's, so few that they die young; the others are columns of Arrow
 
 first_seen: dict[str, str] = {}
 """By data source, the first row that `load` found it in: `a.parquet, row 1`. For what refuses a source later."""
@@ -50,10 +58,11 @@ def load(files: Files, *, separate: bool = False, tokenizer: Any = None) -> Any:
 
 
 def _of_task(task: str, paths: Sequence[Path], tokenizer: Any, forms: dict[str, str]) -> Dataset:
-    rows = [row for path in paths for row in _rows(path, task, tokenizer, forms)]
-    if not rows:
+    rows = (row for path in paths for row in _rows(path, task, tokenizer, forms))
+    parts = [pa.Table.from_pylist(part) for part in iter(lambda: [*islice(rows, _AT_ONCE)], [])]
+    if not parts:
         raise UsageError(f"task {task!r} has no rows ({', '.join(path.name for path in paths)})")
-    return Dataset.from_list(rows)
+    return Dataset(pa.concat_tables(parts), fingerprint=generate_random_fingerprint())  # else it copies all to hash it
 
 
 def _rows(path: Path, task: str, tokenizer: Any, forms: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -84,9 +93,6 @@ def _rows(path: Path, task: str, tokenizer: Any, forms: dict[str, str]) -> Itera
 
 
 def _cells(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -94,7 +100,9 @@ def _cells(path: Path) -> Iterator[dict[str, Any]]:
             if missing:
                 needed = ", ".join(REQUIRED)
                 raise UsageError(f"{path.name} has no column {', '.join(missing)}. It needs {needed}.")
-            for batch in file.iter_batches(1024, columns=[name for name in (*REQUIRED, *OPTIONAL) if name in names]):
+            columns = [name for name in (*REQUIRED, *OPTIONAL) if name in names]
+            require_small(path, columns)
+            for batch in file.iter_batches(_AT_ONCE, columns=columns):
                 yield from batch.to_pylist()
     except FileNotFoundError:
         raise UsageError(f"There is no file {path}.") from None
@@ -147,29 +155,28 @@ def _structure(cell: Any, column: str, place: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        if len(cell) > LARGEST:
-            raise ValueError("too long")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes such as \d, which are what they look like
-            return ast.literal_eval(cell)
+        return literal_of(cell)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise UsageError(f'{place}: {column} is neither JSON nor a Python literal: "{cut(cell)}"') from None
+        raise UsageError(
+            f"{place}: {column} is neither JSON nor a Python literal (at most {LARGEST:,} characters, no f-strings and "
+            f'sets, keys that are texts): "{cut(cell)}"'
+        ) from None
 
 
 def _json(value: Any, column: str, place: str) -> str:
     """As text that says exactly the same. A tuple becomes a list."""
     try:
-        text = json.dumps(value, allow_nan=False)
-        if not _same(json.loads(text), value):
-            raise ValueError("a key that is no text")
+        text = _AS_JSON(value)
+        if not _is_read_back(value):
+            raise ValueError("a key that is no text, or halves of a character")
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{place}: {column} holds what JSON has not ({cut(str(error))})") from None
     return text
 
 
-def _same(read: Any, value: Any) -> bool:
+def _is_read_back(value: Any) -> bool:
+    if isinstance(value, str):
+        return not _TWO_HALVES.search(value)
     if isinstance(value, dict):
-        return read.keys() == value.keys() and all(_same(read[key], one) for key, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_same, read, value))
-    return bool(read == value)
+        return all(isinstance(key, str) and _is_read_back(key) and _is_read_back(one) for key, one in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_is_read_back, value))

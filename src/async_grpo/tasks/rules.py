@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from async_grpo.rewards.answers import final_answer, last_number, text_of
@@ -20,6 +21,7 @@ from async_grpo.rewards.sandbox import Limits, run_code
 from async_grpo.rewards.verdicts import ERRORS
 from async_grpo.rewards.wording import one_number
 from async_grpo.tasks.files import cut
+from async_grpo.tasks.literals import literal_of
 
 SECONDS = 5.0  # for one completion, or for one test of a program
 LONGEST = 100_000  # characters of an answer that is read as data
@@ -163,7 +165,7 @@ def _data(text: str) -> Any:
 def _read(text: str, longest: int = LONGEST) -> Any:
     if len(text) > longest:
         return _NOTHING
-    for read in (json.loads, ast.literal_eval):
+    for read in (json.loads, partial(literal_of, longest=longest)):
         try:
             return read(text.strip())
         except ERRORS:

@@ -89,7 +89,7 @@ class MultiTask(RarelyTimed):
         if self.mtl == "proportional":
             return super()._get_train_sampler(dataset)
         return TaskSampler(
-            list(self.train_dataset["task"]),
+            self.train_dataset["task"][:],
             group_size=self.num_generations,
             groups=self.args.generation_batch_size // self.num_generations,
             repeats=self.num_iterations * self.args.steps_per_generation,

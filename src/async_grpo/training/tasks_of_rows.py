@@ -31,8 +31,8 @@ def _rows_of_each(dataset: Any) -> str:
     columns = getattr(dataset, "column_names", None) or ()
     if "task" not in columns or not hasattr(dataset, "unique"):  # which a stream has not
         return ""
-    tasks = list(dataset["task"])
-    sources = list(dataset["data_source"]) if "data_source" in columns else tasks
+    tasks = dataset["task"][:]
+    sources = dataset["data_source"][:] if "data_source" in columns else tasks
     named = [(task, str(source)) for task, source in zip(tasks, sources, strict=True) if isinstance(task, str) and task]
     rows, of_each = Counter(task for task, _ in named), Counter(task for task, _ in set(named))
     if len(rows) > MOST_NAMED:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parquet_files import RULE, parquet, row
 
 from async_grpo.errors import UsageError
-from async_grpo.tasks import load
+from async_grpo.tasks import data, load, unpacked
 from async_grpo.tasks.files import LARGEST
 
 COLUMNS = ["prompt", "task", "data_source", "ability", "ground_truth", "extra_info"]
@@ -107,20 +110,18 @@ NULL = {"style": "rule", "ground_truth": None}
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"reward_model": "{'style': 'rule'"},
-            "reward_model is neither JSON nor a Python literal: \"{'style': 'rule'\"",
-        ),
+        ({"reward_model": "{'style': 'rule'"}, "keys that are texts): \"{'style': 'rule'\""),
         ({"reward_model": "__import__('os').system('touch x')"}, "reward_model is neither JSON nor a Python literal"),
         ({"reward_model": "[" * 9000}, "reward_model is neither JSON nor a Python literal"),
         ({"reward_model": "'" + "a" * LARGEST + "'"}, "reward_model is neither JSON nor a Python literal"),
         ({"reward_model": "{'style': 'rule'}"}, "ground_truth is missing"),
         ({"reward_model": json.dumps(NULL)}, "ground_truth is missing"),
         ({"reward_model": "4"}, "ground_truth is missing"),
-        ({"reward_model": "{'ground_truth': {1, 2}}"}, "ground_truth holds what JSON has not"),
-        ({"reward_model": "{'ground_truth': {1: 'a'}}"}, "ground_truth holds what JSON has not"),
+        ({"reward_model": "{'ground_truth': {1, 2}}"}, "reward_model is neither JSON nor a Python literal"),
+        ({"reward_model": "{'ground_truth': {1: 'a'}}"}, "reward_model is neither JSON nor a Python literal"),
+        ({"reward_model": r"{'ground_truth': '\ud800\udc00'}"}, "ground_truth holds what JSON has not"),
         ({"reward_model": '{"ground_truth": NaN}'}, "ground_truth holds what JSON has not"),
-        ({"extra_info": "oops"}, 'extra_info is neither JSON nor a Python literal: "oops"'),
+        ({"extra_info": "oops"}, "extra_info is neither JSON nor a Python literal"),
         ({"data_source": ""}, "data_source is no text"),
         ({"data_source": None}, "data_source is no text"),
         ({"prompt": []}, "prompt is neither a text nor a list of messages"),
@@ -151,8 +152,6 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no parquet")
     without = parquet(tmp_path / "math.parquet", {"data_source": "math", "prompt": "x"})
     nothing = parquet(tmp_path / "stem.parquet", row())
-    import pyarrow.parquet as pq
-
     pq.write_table(pq.read_table(nothing).slice(0, 0), nothing)
     for path, says in (
         (tmp_path / "none.parquet", r"There is no file .*none\.parquet"),
@@ -164,6 +163,62 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=says):
             load(path)
+
+
+TRUTH = {"reward_model": [json.dumps(RULE)] * 2000, "data_source": ["math"] * 2000}
+LONG = ["a" * 1000] * 2000
+MANY = pa.array([[]] * 1999 + [[("b", "c" * 99)] * 9999], pa.map_(pa.string(), pa.string()))
+PREFIXED = {"use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY"}}
+
+
+@pytest.mark.parametrize(
+    ("columns", "written", "says"),
+    [
+        ({"prompt": LONG}, {}, r", row 9\d\d, and those before it take 1\.0 MB when unpacked"),
+        ({"prompt": [[{"content": text}] for text in LONG]}, {}, r", row 9\d\d, and those before it take 1\.0 MB"),
+        ({"prompt": MANY}, {}, r", row 2,000, and those before it take 1\.\d MB when unpacked"),
+        ({"prompt": LONG}, {"use_dictionary": False}, r": its 2,000 rows take 2\.\d MB when unpacked"),
+        ({"extra_info": [{"x": [None] * 99}] * 2000}, {}, r": its 2,000 rows take 1\.\d MB when unpacked"),
+        ({"prompt": LONG}, PREFIXED, r": the encoding of column prompt \(DELTA…\) does not say how large it is"),
+    ],
+)
+def test_rows_that_are_large_when_unpacked_are_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], written: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr(unpacked, "LARGEST", 1_000_000)
+    monkeypatch.setattr(data, "_prompt", None)  # no row is read
+    pq.write_table(pa.table({"prompt": ["a"] * 2000, **TRUTH, **columns}), tmp_path / "a.parquet", **written)
+    with pytest.raises(UsageError, match=rf"^a\.parquet{says}"):
+        load(tmp_path / "a.parquet")
+
+
+def test_a_file_of_kilobytes_costs_no_gigabytes(tmp_path: Path) -> None:
+    """20,000 rows refer to one text. The pool of Arrow counts what it gives."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), pa.array(["a" * 220_000]))
+    cells = {name: values[:1] * 20_000 for name, values in TRUTH.items()}
+    table = pa.table({"prompt": text, **cells})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)  # a column of plain texts
+    assert (tmp_path / "a.parquet").stat().st_size < 3000
+    before = pa.default_memory_pool()
+    counted = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(counted)
+    try:
+        with pytest.raises(UsageError, match=r"^a\.parquet, row 9,\d+, and those before it take 2\.1 GB when unpacked"):
+            load(tmp_path / "a.parquet")
+    finally:
+        pa.set_memory_pool(before)
+    assert 0 < counted.max_memory() < 100_000_000
+
+
+def test_rows_are_held_as_columns(tmp_path: Path) -> None:
+    """The dictionaries of a row and its message would be over 500 bytes of Python."""
+    path = parquet(tmp_path / "a.parquet", *[row()] * 20_000)
+    load(path)  # what is imported and kept for later
+    tracemalloc.start()
+    loaded = load(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loaded) == 20_000 and most < 200 * 20_000
 
 
 VALUES = st.recursive(
