@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, cgroup, run_code
-from async_grpo.rewards.sandbox.cgroup import control_group
+from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, run_code
 from async_grpo.rewards.sandbox.seccomp import filter_program, forbidden
 
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -240,25 +239,6 @@ def test_a_large_program_runs_and_its_size_is_no_file_of_its_own(user: str) -> N
     assert (result["stdout"], result["stderr"]) == ("fine\n", "")
 
 
-def test_all_forms_of_memory_are_limited_where_a_control_group_can_be_had() -> None:
-    """Page tables count as no memory of a process: 3 of them for each page here."""
-    with control_group(1 << 30) as door:
-        if door is None:
-            pytest.skip("this user can make no control group here")
-    source = """
-import ctypes
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-for n in range(20_000):
-    page = libc.mmap(ctypes.c_void_p((n + 64) << 30), 4096, 3, 0x100022, -1, 0)
-    if page != (n + 64) << 30: continue
-    ctypes.memset(page, 1, 1)
-print("all of it")
-"""
-    result = run("own", source, memory_bytes=128 << 20, processes=1, wall_s=30.0, cpu_s=30)[0]
-    assert (result["stdout"], result["exit_code"]) == ("", 137), result
-
-
 @pytest.mark.parametrize("umask", [0o077, 0o777])
 def test_the_umask_of_the_worker_does_not_matter(umask: int) -> None:
     before = os.umask(umask)
@@ -293,33 +273,3 @@ run_code("open({str(tmp_path / "it ran")!r}, 'w')")
 def test_a_machine_without_a_list_of_calls_is_named() -> None:
     with pytest.raises(ValueError, match="no list of system calls for riscv64, only for x86_64, aarch64"):
         filter_program("riscv64")
-
-
-@pytest.mark.parametrize(("delegated", "limits"), [(True, {"memory.max": "1000", "memory.swap.max": "0"}), (False, {})])
-def test_a_group_in_the_unified_tree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delegated: bool, limits: dict[str, str]
-) -> None:
-    """A made-up tree: this machine may have the older ones. The new group lies beside that of this process."""
-    beside = tmp_path / "app.slice"
-    (beside / "run.scope").mkdir(parents=True)
-    for folder, controllers in ((beside, "cpu memory pids" if delegated else ""), (beside / "run.scope", "")):
-        (folder / "cgroup.subtree_control").write_text(controllers)
-        (folder / "cgroup.procs").touch()
-    monkeypatch.setattr(cgroup, "_TREE", tmp_path)
-    monkeypatch.setattr(cgroup, "_GONE_S", 0.0)  # files of a real group go with it
-    monkeypatch.setattr(cgroup, "_own_groups", lambda: {"": "/app.slice/run.scope"})
-    monkeypatch.setattr(cgroup.tempfile, "mkdtemp", _folder_of_a_group)
-    cgroup._parent.cache_clear()
-    try:
-        with control_group(1000) as door:
-            written = {path.name: path.read_text() for path in (beside / "made").glob("*.max")}
-            assert (door is not None, written) == (delegated, limits)
-    finally:
-        cgroup._parent.cache_clear()
-
-
-def _folder_of_a_group(*, prefix: str, dir: Path) -> str:
-    (dir / "made").mkdir()
-    for name in ("cgroup.procs", "memory.max"):
-        (dir / "made" / name).touch()
-    return str(dir / "made")

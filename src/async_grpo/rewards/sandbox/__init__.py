@@ -11,7 +11,7 @@ Not contained: bugs of the kernel, which is shared, and what the libraries in /u
 adversaries use a virtual machine.
 
 `run` starts a program and watches it; `command` has the command of bubblewrap, and `stage` is process 1 in the
-namespaces; `seccomp` is the filter of system calls, and `cgroup` a limit on all memory, where one can be had.
+namespaces; `seccomp` is the filter of system calls.
 """
 
 from async_grpo.rewards.sandbox.records import Limits, SandboxError, SandboxResult

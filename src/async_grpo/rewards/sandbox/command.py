@@ -10,7 +10,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,8 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/dev
 _PAGES = 65536  # what the files of a full directory take besides their contents
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipes:
-    """Open files that process 1 inherits."""
-
-    status: int  # it writes one word here
-    group: int | None  # and "0" here, to enter the control group
-
-    @property
-    def all(self) -> list[int]:
-        return [self.status] if self.group is None else [self.status, self.group]
-
-
-def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[str]:
-    """The command; it ends with this process.
+def sandbox_command(limits: Limits, *, source_bytes: int, status: int) -> list[str]:
+    """The command; it ends with this process. `status` is an open file that process 1 inherits and writes a word to.
 
     Raises:
         SandboxError: this machine lacks something that isolation needs.
@@ -47,8 +34,7 @@ def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[
     if not root and _kernel() < _OLDEST_KERNEL:
         raise unavailable(f"Linux {platform.release()} counts the processes of all sandboxes together; 5.14 does not")
     settings: dict[str, Any] = {
-        "status_fd": pipes.status,
-        "group_fd": pipes.group,
+        "status_fd": status,
         "source_bytes": source_bytes,
         "uid": secrets.choice(_UIDS) if root else None,
         "python": _python(),

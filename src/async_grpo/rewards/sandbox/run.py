@@ -9,8 +9,7 @@ import subprocess
 import time
 from typing import IO
 
-from async_grpo.rewards.sandbox.cgroup import control_group
-from async_grpo.rewards.sandbox.command import Pipes, sandbox_command, unavailable
+from async_grpo.rewards.sandbox.command import sandbox_command, unavailable
 from async_grpo.rewards.sandbox.records import EXITED, TIMED_OUT, TOO_MUCH_OUTPUT, Limits, SandboxError, SandboxResult
 
 SWITCH = "ASYNC_GRPO_RUN_MODEL_CODE"
@@ -32,27 +31,22 @@ def run_code(source: str, *, stdin: str = "", limits: Limits | None = None) -> S
         )
     limits = limits or Limits()
     text = source.encode(errors="replace")
-    all_memory = limits.memory_bytes * limits.processes + limits.file_bytes + len(text)
-    with (
-        control_group(all_memory) as group,
-        _input_file(text + stdin.encode(errors="replace")) as stdin_file,
-    ):
-        return _run(limits, len(text), stdin_file, group)
+    with _input_file(text + stdin.encode(errors="replace")) as stdin_file:
+        return _run(limits, len(text), stdin_file)
 
 
-def _run(limits: Limits, source_bytes: int, stdin_file: IO[bytes], group: int | None) -> SandboxResult:
+def _run(limits: Limits, source_bytes: int, stdin_file: IO[bytes]) -> SandboxResult:
     status_end, status = os.pipe2(os.O_CLOEXEC)
-    pipes = Pipes(status=status, group=group)
     with os.fdopen(status_end, "rb") as status_pipe:
         try:
             process = subprocess.Popen(
-                sandbox_command(limits, source_bytes=source_bytes, pipes=pipes),
+                sandbox_command(limits, source_bytes=source_bytes, status=status),
                 stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd="/",
                 env={},
-                pass_fds=pipes.all,
+                pass_fds=[status],
                 start_new_session=True,
             )
         finally:

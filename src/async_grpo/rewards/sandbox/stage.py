@@ -5,7 +5,7 @@ nothing that takes long. Writes one word to the status pipe that the program is 
 the reason why it is not.
 """
 
-# ruff: noqa: PTH123, SIM105 (imports that take longer than the rest)
+# ruff: noqa: PTH123 (imports that take longer than the rest)
 from __future__ import annotations
 
 import ctypes
@@ -37,7 +37,6 @@ def main(settings: dict[str, Any]) -> None:
     try:
         os.umask(0o022)  # the program is another user, who has to find its files
         os.set_inheritable(status, False)  # so that the start of the program closes it
-        _enter_group(settings["group_fd"])
         _leave_keyrings()
         source = _read_exactly(settings["source_bytes"])
         if os.getpid() != 1:
@@ -53,15 +52,6 @@ def main(settings: dict[str, Any]) -> None:
         os._exit(1)
     _, ending = os.waitpid(program, 0)
     os._exit(ending >> 8 if os.WIFEXITED(ending) else 128 + os.WTERMSIG(ending))
-
-
-def _enter_group(door: int | None) -> None:
-    if door is not None:
-        try:
-            os.write(door, b"0")
-        except OSError:
-            pass  # the group is one limit more, where the machine has it
-        os.close(door)
 
 
 def _leave_keyrings() -> None:
