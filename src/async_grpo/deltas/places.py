@@ -26,7 +26,7 @@ def chain_folder(place: Path) -> Path:
     """The chain in `place`, or of the run in it. `DeltaChainError` where there is none."""
     if (place / CHAIN_FILE).exists():
         return place
-    state = RunDir(place).read_state()
+    state = RunDir(place).read_state() if place.is_dir() else None
     if state is None:
         raise DeltaChainError(f"{place} is neither a chain of deltas nor a run directory.")
     if not state.delta_dir:

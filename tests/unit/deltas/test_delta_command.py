@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,31 @@ def test_a_rebuild_without_room_leaves_no_half_checkpoint(
     assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "new" / "rebuilt")]) == 1
     assert "The disk is full: no room for" in capsys.readouterr().err
     assert not [*(tmp_path / "new").iterdir()]
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_files_that_others_pickled_are_refused_and_not_opened(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bomb = pickle.dumps(Bomb(tmp_path / "ran"))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "delta_000001.pt").write_bytes(bomb)
+    for place in (tmp_path / "theirs", tmp_path / "theirs" / "delta_000001.pt"):
+        assert main(["delta", "rebuild", str(place)]) == 2
+        assert f"{place} is neither a chain of deltas nor a run directory" in capsys.readouterr().err
+    (chain / "000006.delta").write_bytes(bomb)
+    assert main(["delta", "verify", str(chain)]) == 1
+    assert "broken: 000006.delta: it is not a delta" in capsys.readouterr().out
+    assert not (tmp_path / "ran").exists()
 
 
 def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:

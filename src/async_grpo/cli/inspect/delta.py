@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.errors import DeltaChainError, UsageError
+from async_grpo.errors import DeltaChainError
 from async_grpo.formatting import counted, printable, size
 from async_grpo.settings import comma_separated, not_negative
 
@@ -35,9 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     rebuild = commands.add_parser("rebuild", help="write a version as a folder that transformers or PEFT loads")
     rebuild.add_argument("--step", type=not_negative, metavar="N", help="default: the newest")
     rebuild.add_argument("--output", type=Path, metavar="FOLDER", help="default: version-N in the current folder")
-    rebuild.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="for delta_000001.pt files: the checkpoint that they start from"
-    )
     stats = commands.add_parser("stats", help="what changes, by step, layer and kind of matrix")
     stats.add_argument(
         "--over", type=comma_separated, default=(2, 8, 32), metavar="K,K", help="and over K versions (default: 2,8,32)"
@@ -88,8 +85,6 @@ def _verify(args: argparse.Namespace) -> int:
 def _rebuild(args: argparse.Namespace) -> int:
     from async_grpo.deltas.checkpoint import write_checkpoint
 
-    if args.base is not None:
-        return _rebuild_original(args)
     chain = _chain(args.place)
     if not chain.versions:
         raise DeltaChainError(f"{chain.folder} has no version yet.")
@@ -100,24 +95,6 @@ def _rebuild(args: argparse.Namespace) -> int:
     print(f"hash {chain.entries[version].hash}, as it was written")
     if chain.about.frozen is not None:
         print(printable(f"an adapter, for the base whose frozen weights have the hash {chain.about.frozen}"))
-    return 0
-
-
-def _rebuild_original(args: argparse.Namespace) -> int:
-    from async_grpo.deltas.original import original_files, rebuild_original
-
-    files = original_files(args.place)
-    if not files:
-        raise UsageError(f"--base is for a folder of files delta_000001.pt, and {args.place} has none.")
-    step = max(files) if args.step is None else args.step
-    folder = args.output or Path(f"version-{step}")
-    is_exact = rebuild_original(args.place, step, args.base, folder)
-    print(f"{folder}: step {step}, from {args.base} and {args.place}")
-    print(
-        "exact if --base is what the first file starts from: these files hold no hash to compare"
-        if is_exact
-        else "not exact: these files hold differences that were rounded to bf16"
-    )
     return 0
 
 
