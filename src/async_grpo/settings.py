@@ -321,12 +321,6 @@ class TrainingSettings:
         type=not_negative,
         metavar="N",
     )
-    full_every: int = setting(
-        100,
-        "of the versions that --delta-every keeps, each M-th is a snapshot; 0: only the first (default: 100)",
-        type=not_negative,
-        metavar="M",
-    )
     delta_keep: int | None = setting(
         None,
         "delete the oldest kept versions, but keep the newest N at least (default: keep all)",
@@ -350,11 +344,6 @@ class TrainingSettings:
         given = {"--delta-keep": self.delta_keep, "--delta-dir": self.delta_dir}
         if not self.delta_every and (unused := [flag for flag, value in given.items() if value is not None]):
             raise UsageError(f"{', '.join(unused)}: no versions are kept without --delta-every. Give it as well.")
-        if self.delta_keep is not None and not self.full_every:
-            raise UsageError(
-                "--delta-keep deletes what comes before a snapshot, and with --full-every 0 only the first version is "
-                "one, so nothing could ever be deleted. Give --full-every a number."
-            )
 
     def evaluated_ks(self) -> tuple[int, ...]:
         """The k of pass@k. `UsageError` if one is larger than the number of completions."""

@@ -18,7 +18,7 @@ RUN_S = 240.0
 STEPS = 6
 EXAMPLES = ROOT / "examples"
 SUMS = str(ROOT / "src" / "app" / "trainer_setup_tiny.py")
-RECORDED = ("--delta-every", "1", "--full-every", "4")
+RECORDED = ("--delta-every", "1")
 
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="needs a GPU")

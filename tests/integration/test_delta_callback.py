@@ -52,12 +52,12 @@ def is_exact(chain: Chain, saved: dict[int, dict[str, torch.Tensor]]) -> bool:
 
 def test_every_version_of_a_trainer_is_kept_and_a_resumed_one_goes_on_in_its_chain(tmp_path: Path) -> None:
     folder = tmp_path / "deltas"
-    first = trained(tmp_path, DeltaCallback(folder, full_every=0))
+    first = trained(tmp_path, DeltaCallback(folder))
     chain = Chain(folder)
     assert chain.versions == [0, 1, 2, 3, 4, 5] and chain.about.run_id == "deltas"
     assert is_exact(chain, first.saved)
     assert (folder / "model" / "config.json").exists() and (folder / "model" / "tokenizer_config.json").exists()
-    again = trained(tmp_path, DeltaCallback(folder, full_every=0), resume=True)
+    again = trained(tmp_path, DeltaCallback(folder), resume=True)
     chain = Chain(folder)
     assert chain.versions == [0, 1, 2, 3, 4, 5]
     assert is_exact(chain, {**first.saved, **again.saved})

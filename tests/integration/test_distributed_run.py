@@ -75,7 +75,7 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
 
 def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
-    train = ("train", str(SETUP), "-n", "1", "--delta-every", "1", "--full-every", "5")
+    train = ("train", str(SETUP), "-n", "1", "--delta-every", "1")
     with command(*train, "--steps", "100000", cwd=tmp_path) as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
         run.worker(1).kill()  # the only one: nothing is generated until it is started again

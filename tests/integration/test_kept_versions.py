@@ -34,7 +34,7 @@ EXAMPLE = ROOT / "examples" / "read_deltas.py"
 def keep(model: Any, folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Publish and keep versions 0 and 1 of `model`, and return what was trained of version 1."""
     handle = folder / "handle.json"
-    settings = TrainingSettings(delta_every=1, full_every=0)
+    settings = TrainingSettings(delta_every=1)
     trainer: Any = SimpleNamespace(model=model, processing_class=build_tokenizer())
     recorder = DeltaRecorder(trainer, handle, folder / "deltas", "r", settings)
     with WeightExporter.from_model(model, handle, slots=4, dtype=dtype) as exporter:

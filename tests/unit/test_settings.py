@@ -88,7 +88,6 @@ OTHER_TRAINING = TrainingSettings(
     eval_top_k=0,
     publish_dtype="bf16",
     delta_every=2,
-    full_every=50,
     delta_keep=20,
     delta_dir="/runs/deltas",
     resume=True,

@@ -67,7 +67,6 @@ class Options(TypedDict, total=False):
     eval_top_k: int | None
     publish_dtype: str | None
     delta_every: int
-    full_every: int
     delta_keep: int | None
     delta_dir: str | Path | None
     resume: bool

@@ -24,7 +24,6 @@ class DeltaCallback(TrainerCallback):
     Args:
         folder: of the chain. A training that is resumed goes on in it.
         every: keep each so many versions, the first and the last.
-        full_every: each so many kept versions, one is a snapshot; 0: only the first.
         keep: at least so many of the newest versions stay; None: all.
         run_id: whose chain it is; another run's is refused. Default: the folder's name.
 
@@ -34,20 +33,12 @@ class DeltaCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        every: int = 1,
-        full_every: int = 100,
-        keep: int | None = None,
-        run_id: str | None = None,
+        self, folder: str | Path, *, every: int = 1, keep: int | None = None, run_id: str | None = None
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}.")
         place = Path(folder).absolute()
-        self._keeping = Keeping(
-            folder=place, run_id=run_id or place.name, every=every, full_every=full_every, keep=keep
-        )
+        self._keeping = Keeping(folder=place, run_id=run_id or place.name, every=every, keep=keep)
         self._encoder: Encoder | None = None
         self._changing: dict[str, Tensor] = {}
         self._taken: int | None = None

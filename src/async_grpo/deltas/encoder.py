@@ -46,7 +46,6 @@ class Keeping:
     folder: Path
     run_id: str
     every: int = 1
-    full_every: int = 100
     keep: int | None = None
 
 
@@ -218,7 +217,7 @@ def _open(
         frozen=digest_of(copied((name, frozen[name]) for name in sorted(frozen))) if of_adapter else None,
         names=names_in_adapter(model) if of_adapter else {},
     )
-    writer = ChainWriter(keeping.folder, about, full_every=keeping.full_every, keep=keeping.keep)
+    writer = ChainWriter(keeping.folder, about, keep=keeping.keep)
     try:
         keep_surroundings(model, tokenizer, keeping.folder / MODEL)
     except BaseException:

@@ -50,13 +50,7 @@ class DeltaRecorder:
         self, trainer: GRPOTrainer, handle: Path, folder: Path, run_id: str, settings: TrainingSettings
     ) -> None:
         self._trainer, self._handle = trainer, handle
-        self._keeping = Keeping(
-            folder=folder,
-            run_id=run_id,
-            every=settings.delta_every,
-            full_every=settings.full_every,
-            keep=settings.delta_keep,
-        )
+        self._keeping = Keeping(folder=folder, run_id=run_id, every=settings.delta_every, keep=settings.delta_keep)
         self._attachment: Attachment | None = None
         self.encoder: Encoder | None = None
         self._copier = threading.Thread(target=self._guarded, name="delta-copies", daemon=True)

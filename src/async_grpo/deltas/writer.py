@@ -20,6 +20,7 @@ from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo_ipc.delta import Buffer, DeltaError, digest, encode, file
 
 LOCK = "writer.lock"
+FULL_EVERY = 100  # of the kept versions, one in so many is a snapshot
 _TEMPORARY = ".writing-"
 
 
@@ -39,16 +40,15 @@ class ChainWriter:
 
     Args:
         about: what the versions are of. A folder that holds another run's chain is refused.
-        full_every: each so many versions, one is a snapshot; 0: only the first.
         keep: at least so many of the newest versions stay; None: all.
 
     Raises:
         DeltaChainError: another process writes there, or the chain is another run's.
     """
 
-    def __init__(self, folder: Path, about: About, *, full_every: int = 0, keep: int | None = None) -> None:
+    def __init__(self, folder: Path, about: About, *, keep: int | None = None) -> None:
         self.folder = make_folder(folder)
-        self._full_every, self._keep = full_every, keep
+        self._keep = keep
         self._last: dict[str, Buffer] | None = None  # what the next delta starts from
         self._last_version: int | None = None
         self._last_hash = ""
@@ -88,8 +88,8 @@ class ChainWriter:
             DiskFullError: nothing was written, and the next version becomes a snapshot.
             DeltaError: a tensor has appeared, vanished or changed its form.
         """
-        due = self._full_every > 0 and self._since_full + 1 >= self._full_every
-        return self._append(version, buffers, snapshot=due or self._last is None)
+        due = self._last is None or self._since_full + 1 >= FULL_EVERY
+        return self._append(version, buffers, snapshot=due)
 
     def close(self) -> None:
         self._lock.release()

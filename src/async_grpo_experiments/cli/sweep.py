@@ -138,7 +138,7 @@ def _arguments(args: argparse.Namespace) -> list[str]:
 
 
 def _refuse_for_plain_trl(given: Collection[str]) -> None:
-    known = ("steps", "eval_every", "delta_every", "full_every", "delta_keep", "server_timeout")
+    known = ("steps", "eval_every", "delta_every", "delta_keep", "server_timeout")
     unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in known]
     unused += ["--num-workers"] if "num_workers" in given else []
     if unused:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
+from async_grpo.deltas.writer import FULL_EVERY
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.rundir.plan import RunPlan
@@ -52,8 +53,7 @@ def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], Non
     offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
     if offline:
         say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
-    serves = starts_servers(sweep, facts)
-    if serves:
+    if serves := starts_servers(sweep, facts):
         _say_taken_ports(sweep, say)
     return Preflight(places=places, offline=offline, serves=serves, model=facts.model_name or "")
 
@@ -156,8 +156,8 @@ def kept_bytes(facts: TrainerFacts, settings: TrainingSettings) -> int:
     weights = parameters.trained_bytes if settings.publish_dtype is None else 2 * parameters.trained
     versions = facts.max_steps // settings.delta_every + 1
     if settings.delta_keep is not None:
-        versions = min(versions, settings.delta_keep + settings.full_every)
-    snapshots = math.ceil(versions / settings.full_every) if settings.full_every else 1
+        versions = min(versions, settings.delta_keep + FULL_EVERY)
+    snapshots = math.ceil(versions / FULL_EVERY)
     share = BF16_DELTA if weights <= 2 * parameters.trained else FP32_DELTA
     return int(weights * (snapshots + share * (versions - snapshots)))
 

@@ -92,7 +92,6 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "eval_top_k": (["--eval-top-k", "0"], REFUSED, "plan.training.eval_top_k", 0),
     "publish_dtype": (["--publish-dtype", "bf16"], REFUSED, "plan.training.publish_dtype", "bf16"),
     "delta_every": (["--delta-every", "2"], ("delta_every", 2), "plan.training.delta_every", 2),
-    "full_every": (["--full-every", "3", "--delta-every", "1"], ("full_every", 3), "plan.training.full_every", 3),
     "delta_keep": (["--delta-keep", "4", "--delta-every", "1"], ("delta_keep", 4), "plan.training.delta_keep", 4),
     "delta_dir": (["--delta-dir", "/d", "--delta-every", "1"], ("delta_dir", "/d"), "plan.training.delta_dir", "/d"),
     "stall_warning": (["--stall-warning", "6"], REFUSED, "plan.training.stall_warning", 6.0),
@@ -121,8 +120,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def keep(callback: Any) -> None:
         kept = callback._keeping
-        seen.update(delta_every=kept.every, full_every=kept.full_every, delta_keep=kept.keep)
-        seen.update(delta_dir=str(kept.folder))
+        seen.update(delta_every=kept.every, delta_keep=kept.keep, delta_dir=str(kept.folder))
 
     trainer = SimpleNamespace(
         train=lambda: seen.update(trained=True),
@@ -227,9 +225,7 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--server-timeout", "9"], "--server-timeout is of a server that is started for the run"),
         (["--distributed", "--server-timeout", "9"], "--server-timeout is of a server that is started for the run"),
         (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
-        (["--device", "cpu", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
         (["--device", "cpu", "--delta-dir", "d"], "--delta-dir: no versions are kept without --delta-every"),
-        (["--distributed", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
         (["--distributed", "--delta-keep", "5", "--delta-dir", "d"], "--delta-keep, --delta-dir: no versions are kept"),
         (
             ["--distributed", "--eval-every", "0", "--eval-k", "1", "--eval-top-p", "1"],
@@ -255,9 +251,7 @@ def test_what_would_change_nothing_is_refused(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["sweep", "setup.py", "--full-every", "5"], "--full-every: no versions are kept"),
         (["sweep", "setup.py", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
-        (["server", "--config", "setup.py", "-d", "cpu", "--full-every", "5"], "--full-every: no versions are kept"),
         (["server", "--config", "setup.py", "-d", "cpu", "--delta-keep", "5"], "--delta-keep: no versions are kept"),
     ],
 )

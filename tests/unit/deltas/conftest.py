@@ -1,4 +1,4 @@
-"""Chains of tests need not survive a power cut; a sync takes longer than all else here where the disk is busy."""
+"""Chains of tests are short, and need not survive a power cut; a sync takes longest of all where the disk is busy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import os
 
 import pytest
 
+from async_grpo.deltas import writer
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(autouse=True)
+def each_fourth_version_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "FULL_EVERY", 4)

@@ -35,9 +35,9 @@ def weights(version: int, *, seed: int = 0) -> dict[str, Buffer]:
     }
 
 
-def write_chain(folder: Path, last: int, *, about: About = ABOUT, full_every: int = 0, keep: int | None = None) -> Path:
+def write_chain(folder: Path, last: int, *, about: About = ABOUT, keep: int | None = None) -> Path:
     """A chain of the versions 0 to `last`."""
-    writer = ChainWriter(folder, about, full_every=full_every, keep=keep)
+    writer = ChainWriter(folder, about, keep=keep)
     writer.begin(0, weights(0))
     for version in range(1, last + 1):
         writer.append(version, weights(version))

@@ -25,7 +25,7 @@ from async_grpo_ipc.delta import Buffer
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Versions 0 to 9, of which 0, 4 and 8 are snapshots."""
-    return write_chain(tmp_path / "chain", 9, full_every=4)
+    return write_chain(tmp_path / "chain", 9)
 
 
 def snapshots(folder: Path) -> list[int]:
@@ -226,7 +226,7 @@ def test_versions_that_were_left_out_are_spanned(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_whole_pieces_of_the_chain(tmp_path: Path) -> None:
-    folder = write_chain(tmp_path / "chain", 23, full_every=4, keep=6)
+    folder = write_chain(tmp_path / "chain", 23, keep=6)
     chain = Chain(folder)
     assert chain.versions == list(range(12, 24))  # at 20, only the snapshot at 12 has six versions after it
     assert not chain.verify().problems
@@ -243,7 +243,7 @@ def test_retention_that_is_killed_leaves_a_chain(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Path, "unlink", killed_after_one)
     with pytest.raises(KeyboardInterrupt):
-        write_chain(tmp_path / "chain", 9, full_every=4, keep=3)
+        write_chain(tmp_path / "chain", 9, keep=3)
     monkeypatch.undo()
     chain = Chain(tmp_path / "chain")
     assert 0 in chain.versions and 3 not in chain.versions and not chain.verify().problems

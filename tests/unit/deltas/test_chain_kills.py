@@ -20,7 +20,7 @@ KEEP = 12
 def write_until_killed(folder: Path, begin: int, told: int) -> None:
     """In a child: append versions, and tell each through the pipe `told` when `append` has returned."""
     os.write(told, b"\n")
-    writer = ChainWriter(folder, ABOUT, full_every=5, keep=KEEP)
+    writer = ChainWriter(folder, ABOUT, keep=KEEP)
     writer.begin(begin, weights(begin % 50))
     version = begin
     while True:

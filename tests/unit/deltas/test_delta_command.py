@@ -25,7 +25,7 @@ from async_grpo.rundir.paths import RunDir
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Path:
-    return write_chain(tmp_path / "chain", 10, full_every=4)
+    return write_chain(tmp_path / "chain", 10)
 
 
 def test_verify_says_up_to_where_a_chain_is_intact(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ class Run:
         torch.manual_seed(0)
         self.model = Model()
         self.folder = tmp_path / "deltas"
-        settings = TrainingSettings(**{"delta_every": 1, "full_every": 0, **options})
+        settings = TrainingSettings(**{"delta_every": 1, **options})
         handle = tmp_path / "handle.json"
         trainer: Any = SimpleNamespace(model=self.model, processing_class=None)
         self.recorder = DeltaRecorder(trainer, handle, self.folder, "r", settings)

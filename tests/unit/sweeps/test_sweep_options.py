@@ -38,7 +38,6 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--mode", "trl", "--max-staleness", "2"], "--max-staleness: plain TRL (--mode trl) has no such option"),
         (["--delta-dir", "here"], "unrecognized arguments: --delta-dir"),
         (["--delta-keep", "9"], "--delta-keep: no versions are kept without --delta-every"),
-        (["--delta-every", "1", "--delta-keep", "9", "--full-every", "0"], "so nothing could ever be deleted"),
         (["--base-port", "30000"], "must be from 1024 to 22000"),
         (["--base-port", "22000", "--start-instance", "300"], "leaves no port below 65535"),
         (["--run-prefix", "../up"], "must be letters, digits"),
@@ -160,12 +159,13 @@ def test_the_disk_that_the_checkpoints_need_is_looked_at_first(setup: Path) -> N
         preflight._check_disk(sweep, facts(parameters=huge), TrainingSettings())
 
 
-def test_the_disk_that_kept_versions_need_is_looked_at_first() -> None:
+def test_the_disk_that_kept_versions_need_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight.kept_bytes(facts(), TrainingSettings()) == 0
     assert preflight.kept_bytes(facts(), TrainingSettings(delta_every=1)) == pytest.approx(4000 * (2 + 0.7 * 99), abs=1)
     bf16 = TrainingSettings(delta_every=10, publish_dtype="bf16")
     assert preflight.kept_bytes(facts(), bf16) == pytest.approx(2000 * (1 + 0.2 * 10), abs=1)
-    few = TrainingSettings(delta_every=1, delta_keep=5, full_every=5)
+    monkeypatch.setattr(preflight, "FULL_EVERY", 5)
+    few = TrainingSettings(delta_every=1, delta_keep=5)
     assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (2 + 0.7 * 8), abs=1)
 
 

@@ -15,12 +15,11 @@ IN_ONE_PROCESS = frozenset(
     (
         *("config", "trl_arguments", "device", "dry_run", "gpu_memory", "run_dir", "log_level"),
         *("steps", "seed", "set", "run_name", "run_group", "run_tags", "eval_every"),
-        *("generator", "server_devices", "server_timeout", "delta_every", "full_every", "delta_keep", "delta_dir"),
+        *("generator", "server_devices", "server_timeout", "delta_every", "delta_keep", "delta_dir"),
     )
 )
 """What plain TRL in one process takes, by the names of the options; every other one belongs to a distributed run."""
 
-_NO_VERSIONS = "no versions are kept without --delta-every. Give --delta-every a number, or leave this out."
 _OF_EVALUATIONS = ("no_eval_first", "eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
 
 
@@ -38,8 +37,6 @@ def refuse_in_one_process(args: argparse.Namespace) -> None:
             f"--generator {args.generator}: in one process TRL itself generates, with what the GRPOConfig says. Take "
             f"--set {instead} in its place, or add --distributed."
         )
-    if "full_every" in args.given and not args.delta_every:
-        raise UsageError(f"{_flags(['full_every'])}: {_NO_VERSIONS}")
     given_to_server = WorkerSettings(server_devices=args.server_devices, server_timeout=args.server_timeout)
     check_generator_options(args.generator or HF, given_to_server)
 
@@ -57,8 +54,6 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
 
 
 def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], str]]:
-    if not args.delta_every:
-        yield ("full_every",), _NO_VERSIONS
     if not args.eval_every:
         yield _OF_EVALUATIONS, "--eval-every 0 evaluates nothing. Leave this out, or give --eval-every a number."
     if getattr(args, "ray", None) is None:

@@ -175,8 +175,7 @@ def _keeper(settings: TrainingSettings, run_dir: Path | None, output: Path) -> D
 
     name = settings.run_name or (run_dir or output).absolute().name
     folder = settings.delta_dir or f"checkpoints/deltas_{name}"
-    every, full_every, keep = settings.delta_every, settings.full_every, settings.delta_keep
-    return DeltaCallback(folder, every=every, full_every=full_every, keep=keep, run_id=name)
+    return DeltaCallback(folder, every=settings.delta_every, keep=settings.delta_keep, run_id=name)
 
 
 def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: str) -> bool:
