@@ -156,7 +156,7 @@ def kept_bytes(facts: TrainerFacts, settings: TrainingSettings) -> int:
     weights = parameters.trained_bytes if settings.publish_dtype is None else 2 * parameters.trained
     versions = facts.max_steps // settings.delta_every + 1
     if settings.delta_keep is not None:
-        versions = min(versions, settings.delta_keep + FULL_EVERY)
+        versions = min(versions, settings.delta_keep + 2 * FULL_EVERY)
     snapshots = math.ceil(versions / FULL_EVERY)
     share = BF16_DELTA if weights <= 2 * parameters.trained else FP32_DELTA
     return int(weights * (snapshots + share * (versions - snapshots)))

@@ -166,7 +166,7 @@ def test_the_disk_that_kept_versions_need_is_looked_at_first(monkeypatch: pytest
     assert preflight.kept_bytes(facts(), bf16) == pytest.approx(2000 * (1 + 0.2 * 10), abs=1)
     monkeypatch.setattr(preflight, "FULL_EVERY", 5)
     few = TrainingSettings(delta_every=1, delta_keep=5)
-    assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (2 + 0.7 * 8), abs=1)
+    assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (3 + 0.7 * 12), abs=1)
 
 
 def test_a_generator_of_the_command_line_is_what_the_setup_file_is_judged_by(
