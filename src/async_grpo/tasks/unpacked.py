@@ -21,8 +21,8 @@ LARGEST = 1 << 31  # bytes of all rows
 _OF_A_VALUE = 8  # bytes of a number, and of a text beside its own
 
 
-def require_small(path: Path, columns: Sequence[str]) -> None:
-    """Refuse a file whose rows take over `LARGEST` bytes in these columns. What its metadata say is believed.
+def require_small(path: Path, columns: Sequence[str] | None = None) -> None:
+    """Refuse a file whose rows take over `LARGEST` bytes in these columns, or in all. Its metadata are believed.
 
     Raises:
         UsageError: they do, or the encoding of a column does not say it.
@@ -32,7 +32,7 @@ def require_small(path: Path, columns: Sequence[str]) -> None:
     groups = [about.row_group(number) for number in range(about.num_row_groups)]
     texts, pages = {}, 0
     for number, leaf in enumerate(about.schema.column(number) for number in range(about.num_columns)):
-        if not any(f"{leaf.path}.".startswith(f"{name}.") for name in columns):
+        if columns and not any(f"{leaf.path}.".startswith(f"{name}.") for name in columns):
             continue
         chunks = [group.column(number) for group in groups]
         values = [max(chunk.num_values, group.num_rows) for chunk, group in zip(chunks, groups, strict=True)]

@@ -104,13 +104,14 @@ def _of_hub(source: _Hub, path: str | Path | None, split: str, most: int | None)
     rows = []
     for row in islice(_read(source, path, split), most):
         prompt = "\n".join([str(row[source.prompt]), *([source.ask] if source.ask else [])])
-        answer = {} if source.answer is None else {"answer": str(row[source.answer])}
-        rows.append({"prompt": prompt, **answer})
+        rows.append({"prompt": prompt} | ({"answer": str(row[source.answer])} if source.answer else {}))
     return ProblemSet(rows, source.reward, verified=source.reward is final_number)
 
 
 def _read(source: _Hub, path: str | Path | None, split: str) -> Iterable[Mapping[str, Any]]:
     from datasets import DatasetDict, load_dataset, load_from_disk
+
+    from async_grpo.tasks.unpacked import require_small
 
     if path is None:
         found = load_dataset(source.name, source.config, split=split)
@@ -120,13 +121,14 @@ def _read(source: _Hub, path: str | Path | None, split: str) -> Iterable[Mapping
     elif Path(path).is_file():
         kind = {".jsonl": "json"}.get(Path(path).suffix, Path(path).suffix.removeprefix("."))
         try:
+            if kind == "parquet":
+                require_small(Path(path))
             found = load_dataset(kind, data_files=str(path), split="train")
         except ValueError as error:  # it is empty, or of another kind
             raise UsageError(f"{path} has no rows that can be read: {error}") from error
     else:
         found = load_dataset(str(path), split=split)
-    columns = [source.prompt] if source.answer is None else [source.prompt, source.answer]
-    if missing := [name for name in columns if name not in found.column_names]:
+    if missing := [name for name in (source.prompt, source.answer) if name and name not in found.column_names]:
         raise UsageError(f"{path or source.name} has no column {missing[0]!r}, but {', '.join(found.column_names)}.")
     return found
 
@@ -167,12 +169,8 @@ def _ascents(count: int, *, graded: bool = False) -> ProblemSet:
     return ProblemSet(worlds.letters_rows(count), reward, verified=not graded)
 
 
-_MADE: dict[str, Callable[..., ProblemSet]] = {
-    "sums": _sums,
-    "star": _star,
-    "sentiment": _sentiment,
-    "ascents": _ascents,
-}
+_Make = Callable[..., ProblemSet]
+_MADE: dict[str, _Make] = {"sums": _sums, "star": _star, "sentiment": _sentiment, "ascents": _ascents}
 ON_HUB = tuple(_HUB)
 NAMES = (*_HUB, *_MADE)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,8 @@ ROWS: list[dict[str, Any]] = [{"question": "1+1?", "answer": "so\n#### 2"}, {"qu
 
 @pytest.fixture(params=["rows.jsonl", "rows.parquet", "folder"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    file = tmp_path / request.param
-    if file.suffix == ".jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    elif file.suffix == ".parquet":
-        Dataset.from_list(ROWS).to_parquet(file)
-    else:
-        Dataset.from_list(ROWS).save_to_disk(file)
+    file, rows = tmp_path / request.param, Dataset.from_list(ROWS)
+    {".jsonl": rows.to_json, ".parquet": rows.to_parquet, "": rows.save_to_disk}[file.suffix](file)
     return file
 
 
@@ -57,12 +51,18 @@ def test_what_cannot_be_loaded_says_why(name: str, how: dict[str, Any], words: s
         load(name, **how)
 
 
-def test_a_file_of_other_columns_or_without_rows_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_other_columns_or_without_rows_or_with_large_ones_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(UsageError, match="has no column 'problem', but prompt"):
         load("MATH", path=tmp_path / "other.jsonl")
     with pytest.raises(UsageError, match="TLDR has no rows"):
         load("TLDR", path=tmp_path / "other.jsonl", max_examples=0)
+    monkeypatch.setattr("async_grpo.tasks.unpacked.LARGEST", 50)
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(UsageError, match=r"rows\.parquet: its 2 rows take \d+ bytes when unpacked"):
+        load("GSM8K", path=tmp_path / "rows.parquet")
 
 
 def test_aime_is_read_from_a_path_and_judged_by_its_number(tmp_path: Path) -> None:
