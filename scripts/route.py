@@ -7,8 +7,8 @@
 The script runs a parameter server and one worker on the CPU (a random model, a real queue directory, real shared
 weights, default settings except `--max-staleness 0`), records every call with `sys.setprofile`, and follows the groups
 of some rounds in the middle, each the only group under way. Functions that all of these groups pass count, in the order
-of the group that passes fewest. Periodic work, such as the check whether the run has ended, does not count: here it is
-done every two seconds, and a group takes less time even on a busy machine.
+of the group that passes fewest. Periodic work does not count, such as the check whether the run has ended, and looks at
+the whole queue: here it is done every two seconds, and a group takes less time even on a busy machine.
 
 The first part, "the rollout", has
 * the function that creates the `Job`, and every call that it makes (to submit the job, for example);
@@ -171,11 +171,12 @@ def run_and_record(folder: Path) -> tuple[list[Any], list[Any]]:
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.chdir(folder)
     from async_grpo.cli import main as async_grpo
+    from async_grpo.queue import worker as worker_queue
     from async_grpo.rollout import worker as worker_loop
 
     get_trainer()  # imports what both processes need, and its calls are not recorded
 
-    worker_loop.RUN_LOOK_S = PERIOD_S
+    worker_loop.RUN_LOOK_S = worker_queue._PIPE_TRUST_S = PERIOD_S
     worker = os.fork()
     recorder.start()
     signal.signal(signal.SIGALRM, _too_late)
