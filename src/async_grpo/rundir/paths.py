@@ -33,7 +33,7 @@ from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped
 
 SERVER = "server"  # the parameter server, as a process of the run
-FORMAT = 2
+FORMAT = 3
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
 KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the run was started from Python
