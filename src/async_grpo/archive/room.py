@@ -47,7 +47,7 @@ def said_if_full(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
         raise DiskFullError(
             f"The disk is full: {what} was not written. It takes about {size(needed_bytes)}, and {size(free)} are free "
             f"in {folder.absolute()}. Make room, then continue with --resume: all groups since the last checkpoint are "
-            "kept in done/ and trained on again. A run that has no checkpoint yet begins anew, with --overwrite."
+            "kept in done/ and trained on again. A run without a checkpoint starts again, with --overwrite."
         ) from error
 
 

@@ -42,7 +42,7 @@ def require_small(path: Path, columns: Sequence[str] | None = None) -> None:
             if any(encoding.startswith("DELTA") for chunk in chunks for encoding in chunk.encodings):
                 raise UsageError(
                     f"{path.name}: the encoding of column {leaf.path} (DELTA…) does not say how large it is when "
-                    "unpacked. Write the file anew: pandas.read_parquet(old).to_parquet(new)."
+                    "unpacked. Write the file again: pandas.read_parquet(old).to_parquet(new)."
                 )
     if pages > LARGEST:
         raise _too_large(f"{path.name}: its {about.num_rows:,} rows take", pages)
