@@ -117,9 +117,9 @@ def inputs_of(prompts: list[list[int]], lengths: tuple[int, ...] | None = None, 
     }
 
 
-def begin(model: PreTrainedModel, inputs: dict[str, Any], group_size: int = 1) -> SamplingLoop:
+def begin(model: PreTrainedModel, inputs: dict[str, Any], group_size: int = 1, **more: Any) -> SamplingLoop:
     sizes = [group_size] * (len(inputs["input_ids"]) // group_size)
-    make = partial(SamplingLoop, temperature=1.0, pad_token_id=PAD, group_sizes=sizes)
+    make = partial(SamplingLoop, temperature=1.0, pad_token_id=PAD, group_sizes=sizes, **more)
     loop = model.generate(**inputs, custom_generate=make)
     assert isinstance(loop, SamplingLoop)
     return loop

@@ -59,7 +59,7 @@ def make_engine(
     trl.sampled_by(chosen, plan.training.max_staleness)
     check_generator_options(chosen, settings, deterministic=plan.training.deterministic, workers=plan.num_workers)
     if chosen == HF:
-        return transformers_engine(trl)
+        return transformers_engine(trl, deterministic=plan.training.deterministic)
     if chosen == VLLM_SERVER:
         return connect(run, trl.trainer)
     if chosen == STARTED_SERVER:
@@ -89,10 +89,19 @@ def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
+def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> TransformersEngine:
+    """One that samples with the trainer's own model.
+
+    Args:
+        deterministic: a group's tokens must not depend on the groups beside it, which decide the shapes of a pass.
+    """
+    from async_grpo.rollout.engines.captured import DecodeSteps
+    from async_grpo.rollout.engines.drawing import drawn, drawn_on
     from async_grpo.rollout.engines.transformers import TransformersEngine
 
     trainer, trl.view.policy_is_here = trl.trainer, True
+    device = trainer.accelerator.device
+    fast = device.type == "cuda" and not deterministic
     return TransformersEngine(
         trainer.model,
         config=transformers_config(trainer),
@@ -103,7 +112,9 @@ def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
         guidance=guidance_of(trainer),
         tokenizer=trainer.processing_class,
         most_groups=trainer.args.generation_batch_size // trainer.num_generations,
-        device=trainer.accelerator.device,
+        draw=drawn_on(device) if fast else drawn,
+        steps=DecodeSteps(capture=True) if fast else None,
+        device=device,
     )
 
 

@@ -5,7 +5,8 @@ It gives the results of transformers' own loop, and differs from it in four thin
 * It is stepped from outside, so that its caller can do other work between two tokens.
 * A row that has ended leaves the batch, so that the longest answer is decoded alone.
 * The completions of one prompt share its prefill.
-* Keys and values are written into a buffer that has room, instead of being copied for every token.
+* Keys and values are written into a buffer that has room, instead of being copied for every token; on CUDA into one
+  of fixed shapes, so that a step is one launch (`captured`).
 
 A logits processor sees all rows, as from `generate`. One that has a method `keep(rows_b)` gets there the rows that
 stay, and sees only these from then on. One that has an attribute `divergences_b` says there how far the last token's
@@ -33,6 +34,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from async_grpo.rollout.engines.captured import DecodeSteps
+from async_grpo.rollout.engines.drawing import Draw, drawn, likeliest
 from async_grpo.rollout.engines.vision import VisionInputs
 
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
@@ -51,6 +54,8 @@ class SamplingLoop:
         temperature: of the log-probabilities, which are natural logs of the full softmax.
         group_sizes: numbers of neighbouring rows that belong together.
         most_tokens: of each group's rows; None: the configuration's, for all.
+        draw: how a token is sampled, if not the likeliest one is taken.
+        steps: passes in fixed shapes, taken where the model can; None: shapes that grow.
         vision: what the images of the prompts are computed from.
     """
 
@@ -71,6 +76,8 @@ class SamplingLoop:
         pad_token_id: int,
         group_sizes: Sequence[int],
         most_tokens: Sequence[int] | None = None,
+        draw: Draw = drawn,
+        steps: DecodeSteps | None = None,
         vision: VisionInputs | None = None,
         **model_kwargs: Any,
     ) -> None:
@@ -79,7 +86,8 @@ class SamplingLoop:
         self._longest = int(generation_config.max_length)
         self._processors = without_float_cumsum(logits_processor, input_ids.device)
         self._criteria = stopping_criteria
-        self._do_sample, self._temperature, self._pad = generation_config.do_sample, temperature, pad_token_id
+        self._draw = draw if generation_config.do_sample else likeliest
+        self._temperature, self._pad = temperature, pad_token_id
         self._look_every = LOOK_EVERY_CPU if input_ids.device.type == "cpu" else LOOK_EVERY_GPU
         self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
         self._sequences_BL[:, : self._place] = input_ids
@@ -95,7 +103,7 @@ class SamplingLoop:
         self._open = {  # groups that have not ended, by index
             index: slice(end - size, end) for index, (size, end) in enumerate(zip(group_sizes, ends, strict=True))
         }
-        self._open_rows = _OpenRows(model, input_ids, model_kwargs, vision)
+        self._open_rows = _OpenRows(model, input_ids, model_kwargs, vision, steps, self._longest)
 
     @property
     def ended(self) -> bool:
@@ -128,16 +136,11 @@ class SamplingLoop:
     def _sample(self) -> Tensor:
         """One token for each row of the batch, written where it belongs; padding for rows that have ended."""
         rows_b, column = self._open_rows.rows_b, self._place - self._prompt_length
-        logprobs_bV = torch.log_softmax(self._open_rows.logits_bV / self._temperature, dim=-1)
-        scores_bV = self._open_rows.logits_bV
+        scores_bV = logits_bV = self._open_rows.logits_bV
         if self._processors:
             scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._open_rows)
             self._note_divergences(column)
-        if self._do_sample:
-            sampled_b = torch.multinomial(torch.softmax(scores_bV, dim=-1), num_samples=1)[:, 0]
-        else:
-            sampled_b = scores_bV.argmax(dim=-1)
-        self.logprobs_BC[rows_b, column] = logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
+        sampled_b, self.logprobs_BC[rows_b, column] = self._draw(logits_bV, scores_bV, self._temperature)
         sampled_b = torch.where(self._going_B[rows_b], sampled_b, self._pad)
         self.completions_BC[rows_b, column] = sampled_b
         self.lengths_B += self._going_B
@@ -157,14 +160,21 @@ class SamplingLoop:
 class _OpenRows:
     """The rows that are still decoded, their cache, and the logits of their next token."""
 
-    logits_bV: Tensor  # float32
+    logits_bV: Tensor  # in the model's dtype
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any], vision: VisionInputs | None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        vision: VisionInputs | None,
+        steps: DecodeSteps | None,
+        longest: int,
     ) -> None:
         self._model = model
         self._vision = vision
         self._prompt_length = input_ids.shape[1]
+        fixed = steps is not None and vision is None and steps.can(model, model_kwargs)
         self._cache: Cache | None = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
         self._mask_bL = _where_padded(model_kwargs.pop("attention_mask", None))
         self._positions_bL: Tensor | None = model_kwargs.pop("position_ids", None)  # [3, b, L] for some models
@@ -172,9 +182,14 @@ class _OpenRows:
         self._kwargs = {name: value for name, value in model_kwargs.items() if name not in left}
         # A recurrent state is in layers of the cache that select no rows of it, or in the model's own modules.
         selectable = not model._is_stateful and (vision is None or self._cache is not None)
-        self._can_select = _make_room_in(self._cache) and selectable
+        self._can_select = (fixed or _make_room_in(self._cache)) and selectable
         self.rows_b = torch.arange(len(input_ids), device=input_ids.device)
         self._prefill(input_ids)
+        self._steps = None
+        if fixed and steps is not None:
+            self._cache, cache = None, self._kwargs.pop("past_key_values")
+            steps.begin(model, cache, self._mask_bL, self._positions_bL, longest, self._kwargs)
+            self._steps = steps
 
     def _prefill(self, input_ids: Tensor) -> None:
         """One forward pass over the prompts, each of them once."""
@@ -193,6 +208,9 @@ class _OpenRows:
 
     def step(self, sampled_b: Tensor, sequences_BL: Tensor) -> None:
         """One forward pass over the tokens that were sampled last; over all of them where nothing is cached."""
+        if self._steps is not None:
+            self.logits_bV = self._steps.step(sampled_b)
+            return
         if self._mask_bL is not None:
             self._mask_bL = torch.cat([self._mask_bL, self._mask_bL.new_ones(len(sampled_b), 1)], dim=1)
         if self._positions_bL is not None:
@@ -209,11 +227,18 @@ class _OpenRows:
         """Let the rows that have ended leave, if they are enough; returns the sampled tokens of those that stay."""
         going_b = going_B[self.rows_b]
         ended = len(going_b) - int(going_b.sum())
-        if not self._can_select or ended * LEAVE_TOGETHER < len(going_b):
+        if self._steps is not None:
+            enough = self._steps.smaller_without(ended)
+        else:
+            enough = self._can_select and ended * LEAVE_TOGETHER >= len(going_b)
+        if not enough:
             return sampled_b
         stay = going_b.nonzero()[:, 0]
         self.rows_b = self.rows_b[stay]
-        self._select(stay)
+        if self._steps is not None:
+            self._steps.select(stay)
+        else:
+            self._select(stay)
         for processor in processors:
             if hasattr(processor, "keep"):
                 processor.keep(stay)
@@ -229,7 +254,7 @@ class _OpenRows:
             **self._kwargs,
             **images,
         )
-        self.logits_bV = self._model(**inputs, return_dict=True).logits[:, -1].float()
+        self.logits_bV = self._model(**inputs, return_dict=True).logits[:, -1]
 
     def _select(self, rows: Tensor) -> None:
         """Keep these rows of everything that is computed with; a row may be there several times."""
@@ -243,7 +268,7 @@ class _OpenRows:
 
 def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, open_rows: _OpenRows) -> Tensor:
     """The scores to sample from. Processors see all B rows, as from `generate`: some keep a state for each row."""
-    scores_bV, rows_b = open_rows.logits_bV, open_rows.rows_b
+    scores_bV, rows_b = open_rows.logits_bV.to(torch.float32, copy=True), open_rows.rows_b  # some write into them
     if len(rows_b) == len(sequences_BL):
         return processors(sequences_BL, scores_bV)
     for processor in processors:

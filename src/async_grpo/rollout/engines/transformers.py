@@ -17,7 +17,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
+from async_grpo.rollout.engines.captured import DecodeSteps
 from async_grpo.rollout.engines.decoding import SamplingLoop
+from async_grpo.rollout.engines.drawing import Draw, drawn
 from async_grpo.rollout.engines.vision import VisionInputs
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.tokens import as_tokens
@@ -38,6 +40,8 @@ class TransformersEngine(BatchEngine):
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
         guidance: of the trainer, and the tokenizer that it compares.
         stopping: what ends a row besides the end token and the length.
+        draw: how a token is sampled.
+        steps: passes in fixed shapes; None: in shapes that grow.
         device: where the model belongs, if it was loaded without weights.
     """
 
@@ -53,6 +57,8 @@ class TransformersEngine(BatchEngine):
         guidance: Guided | None = None,
         tokenizer: Any = None,
         stopping: StoppingCriteriaList | None = None,
+        draw: Draw = drawn,
+        steps: DecodeSteps | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(most_groups)
@@ -63,6 +69,7 @@ class TransformersEngine(BatchEngine):
         self._autocast = autocast
         self._guidance, self._tokenizer = guidance, tokenizer
         self._stopping = stopping or StoppingCriteriaList()
+        self._draw, self._steps = draw, steps
 
     def follow(self, weights: RemoteWeights) -> PolicyWeights:
         return PolicyWeights(weights, self._model, self._device)
@@ -97,6 +104,8 @@ class TransformersEngine(BatchEngine):
             pad_token_id=self._pad_token_id,
             group_sizes=sizes,
             most_tokens=lengths if own_lengths else None,
+            draw=self._draw,
+            steps=self._steps,
             vision=vision,
         )
 

@@ -1,0 +1,186 @@
+"""Forward passes over one token a row, on CUDA each of them one CUDA graph.
+
+A pass launches some fifty kernels a layer, whatever the batch, and the host needs longer for that than a GPU for the
+work. A graph is one launch. It reads the addresses that it was captured with: a published version lies in one of a few
+slots, which stay where they are, so the graphs of a slot are right for every version that is ever published there.
+
+Shapes: b rows in the batch, R of the pass (a few shapes serve every b), V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from async_grpo.errors import reason_of
+from async_grpo.log import logger
+from async_grpo.rollout.engines.fixed_batch import FixedBatch, one_token_attention, shapes_of
+
+LEAST_ROWS = 4
+LEAST_ROOM = 64  # tokens
+PLACES = 4  # of weights, whose graphs are kept: there are three slots, and one more for `--delta-every`
+
+
+def rounded(count: int, least: int) -> int:
+    """Round up to a quarter of the power of two below it, and to a multiple of `least`."""
+    step = max(least, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
+@dataclass(slots=True)
+class _Graphs:
+    """Of the weights at one place; a shape is rows and tokens."""
+
+    captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+    warm: set[tuple[int, int]] = field(default_factory=set)  # ran once: what a kernel loads at first is there
+
+
+class DecodeSteps:
+    """The passes of one engine: `begin` with what the prompts left, then `step` by `step`.
+
+    Args:
+        capture: make graphs. Otherwise, and where one cannot be captured, the same passes run kernel by kernel.
+    """
+
+    def __init__(self, *, capture: bool) -> None:
+        self._capture = capture
+        self._said: set[str] = set()
+        self._batch: FixedBatch | None = None
+        self._shapes: list[tuple[Any, ...]] = []
+        self._graphs: OrderedDict[tuple[int, ...], _Graphs] = OrderedDict()  # by the addresses of all weights
+        self._pool: Any = None
+        self._casts: dict[str, Tensor] = {}  # weights of linear layers, where precision is mixed
+
+    def can(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
+        """Whether the model's passes are known here, by the inputs that `generate` prepared; the log has it, once."""
+        reason = _why_not(model, inputs)
+        fixed = "in fixed shapes, by CUDA graphs" if self._capture else "in fixed shapes"
+        how = fixed if reason is None else f"in growing shapes, kernel by kernel: {reason}"
+        self._say(f"tokens are decoded {how}")
+        return reason is None
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.info(text)
+
+    def begin(
+        self, model: PreTrainedModel, cache: Cache, mask_bL: Tensor | None, positions_bL: Tensor, longest: int,
+        kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
+        self._model, self._kwargs = model, kwargs
+        self._rows, self._place = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
+        self._room_for(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_ROOM))
+        assert self._batch is not None
+        self._batch.take(cache, mask_bL, positions_bL)
+        self._cast_weights()
+        where = tuple(it.data_ptr() for it in (*model.parameters(), *model.buffers()))
+        self._here = self._graphs.pop(where) if where in self._graphs else _Graphs()
+        self._graphs[where] = self._here
+        while len(self._graphs) > PLACES:  # an exporter that ended had other slots
+            self._graphs.popitem(last=False)
+
+    def _room_for(self, cache: Cache, positions_bL: Tensor, rows: int, room: int) -> None:
+        """Make buffers that are large enough. The graphs of smaller ones go: they have other addresses."""
+        shapes = [*shapes_of(cache), positions_bL.shape[:-2]]
+        if self._batch is not None and self._shapes == shapes:
+            rows, room = max(rows, self._batch.most_rows), max(room, self._batch.most_room)
+            if (rows, room) == (self._batch.most_rows, self._batch.most_room):
+                return
+        self._batch, self._pool, self._shapes = None, None, shapes
+        self._graphs.clear()
+        gc.collect()  # their memory is needed
+        self._batch = FixedBatch(cache, positions_bL, rows, room, self._mixed())
+
+    def _mixed(self) -> torch.dtype | None:
+        """What mixed precision multiplies in."""
+        kind = self._model.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _cast_weights(self) -> None:
+        """Cast them once a batch, as autocast does, but to where a graph finds them."""
+        if (dtype := self._mixed()) is None:
+            return
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
+                for part, own in module.named_parameters(prefix=name, recurse=False):
+                    if part not in self._casts:
+                        self._casts[part] = torch.empty_like(own, dtype=dtype, requires_grad=False)
+                    self._casts[part].copy_(own)
+
+    def smaller_without(self, ended: int) -> bool:
+        """Whether the passes have fewer rows without so many rows of the batch."""
+        return rounded(self._rows - ended, LEAST_ROWS) < rounded(self._rows, LEAST_ROWS)
+
+    def select(self, stay: Tensor) -> None:
+        """Keep these rows of the batch."""
+        assert self._batch is not None
+        self._rows = len(stay)
+        self._batch.select(stay)
+
+    def step(self, sampled_b: Tensor) -> Tensor:
+        """The logits `[b, V]` behind these tokens, in the model's dtype. The next step writes over them."""
+        assert self._batch is not None
+        self._batch.tokens_R1[: self._rows, 0] = sampled_b
+        self._place += 1
+        room = min(rounded(self._place, LEAST_ROOM), self._batch.most_room)
+        shape = self._batch.rows, self._batch.room = rounded(self._rows, LEAST_ROWS), room
+        if self._capture and shape not in self._here.captured and shape in self._here.warm:
+            self._add_graph(shape)
+        if shape in self._here.captured:
+            graph, logits_RV = self._here.captured[shape]
+            graph.replay()
+        else:
+            self._here.warm.add(shape)
+            logits_RV = self._pass()
+        return logits_RV[: self._rows]
+
+    def _add_graph(self, shape: tuple[int, int]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits_RV = self._pass()
+        except Exception as error:  # noqa: BLE001  # whatever the model does that no graph can do
+            self._capture = False
+            self._say(f"no more CUDA graphs, since one could not be made: {reason_of(error)}")
+            return
+        self._pool = graph.pool()
+        self._here.captured[shape] = graph, logits_RV
+
+    def _pass(self) -> Tensor:
+        """Compute kernel by kernel, or note the kernels of a graph."""
+        assert self._batch is not None
+        mixed = torch.autocast(
+            self._model.device.type, self._mixed(), enabled=self._mixed() is not None, cache_enabled=False
+        )
+        with one_token_attention(self._model), mixed:
+            inputs = self._model.prepare_inputs_for_generation(**self._batch.inputs(), **self._kwargs)
+            output = functional_call(self._model, self._casts, (), {**inputs, "return_dict": True}, tie_weights=False)
+        self._batch.count_up()
+        logits_RV: Tensor = output.logits[:, -1]
+        return logits_RV
+
+
+def _why_not(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:
+    name, attention = type(model).__name__, model.config.get_text_config(decoder=True)._attn_implementation
+    if attention != "sdpa":
+        return f"the attention of {name} is {attention}, not sdpa"
+    if model._is_stateful or not model._can_compile_fullgraph or not model._can_set_attn_implementation():
+        return f"transformers has no fixed shapes for {name}"
+    cache = inputs.get("past_key_values")
+    kinds = set() if cache is None or cache.offloading else {type(layer) for layer in cache.layers}
+    if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+        return f"its cache is of {', '.join(sorted(kind.__name__ for kind in kinds)) or 'another kind'}"
+    others = {key for key, value in inputs.items() if isinstance(value, Tensor)} - {"attention_mask", "position_ids"}
+    if others or "position_ids" not in inputs:
+        return f"{name} takes {', '.join(sorted(others)) or 'no positions'}"
+    return None

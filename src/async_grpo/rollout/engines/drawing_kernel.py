@@ -1,0 +1,70 @@
+"""`drawn` in one pass over the logits, as a Triton kernel: torch's own kernels go through them some ten times.
+
+A token is the largest of `score - log(q)` with q from an exponential distribution (Gumbel-max: Maddison et al.,
+"A* Sampling", 2014, page 2); torch.multinomial divides by the same q. The logsumexp is kept up meanwhile (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # logits that a row's program has at a time
+
+
+def drawn_in_one_pass(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample from the softmax of the scores. Its random numbers come from torch's generator of the device.
+
+    No score may be plus infinity or NaN in a row that is used, as for `torch.multinomial`.
+    """
+    rows, vocabulary = logits_bV.shape
+    device = logits_bV.device
+    sampled_b = torch.empty(rows, dtype=torch.long, device=device)
+    logprobs_b = torch.empty(rows, dtype=torch.float32, device=device)
+    seeds_b = torch.randint(2**31 - 1, (rows,), dtype=torch.int32, device=device)
+    logits_bV, scores_bV = (it if it.stride(1) == 1 else it.contiguous() for it in (logits_bV, scores_bV))
+    _draw[(rows,)](
+        logits_bV, scores_bV, seeds_b, sampled_b, logprobs_b, vocabulary, logits_bV.stride(0), scores_bV.stride(0),
+        temperature, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+    )  # fmt: skip
+    return sampled_b, logprobs_b
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw(  # type: ignore[no-untyped-def]
+    logits, scores, seeds, sampled, logprobs, vocabulary, logits_stride, scores_stride, temperature, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    seed = tl.load(seeds + row)
+    lane = tl.arange(0, BLOCK)
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # logit of each lane so far
+    total = tl.zeros((BLOCK,), tl.float32)  # sum of exp(logit - highest)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_token = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        token = start + lane
+        inside = token < vocabulary
+        logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        logit = logit / temperature
+        higher = tl.maximum(highest, logit)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # of lanes without a finite logit yet
+        total = total * tl.exp(highest - base) + tl.exp(logit - base)
+        highest = higher
+        score = tl.load(scores + row * scores_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        uniform = tl.rand(seed, token) + 2.0**-33  # never 0
+        # -log(1 - u), which has few digits where u is small: the numbers that win
+        exponential = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
+        score = score - tl.log(exponential)
+        better = score > best
+        best = tl.where(better, score, best)
+        best_token = tl.where(better, token, best_token)
+    top = tl.max(highest, 0)
+    normalizer = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+    winner = tl.argmax(best, 0)
+    chosen = tl.sum(tl.where(lane == winner, best_token, 0), 0)
+    logit = tl.load(logits + row * logits_stride + chosen).to(tl.float32) / temperature
+    tl.store(sampled + row, chosen.to(tl.int64))
+    tl.store(logprobs + row, logit - normalizer)

@@ -1,0 +1,282 @@
+"""Passes in fixed shapes, and graphs of them, against the loop whose shapes grow: the same tokens for less work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_decoding import GROUPS, PAD, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
+from test_decoding import run as run_to_the_end
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from async_grpo.rollout.engines import captured, decoding
+from async_grpo.rollout.engines.captured import DecodeSteps, rounded
+from async_grpo.rollout.engines.decoding import SamplingLoop
+
+LENGTHS = [None, (20, 3, 7), (2, 2, 2, 20), (5,)]
+
+
+def with_caps() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(head_dim=8, sliding_window=4, **SHAPE)).eval()
+
+
+def of_experts() -> PreTrainedModel:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=8, **SHAPE, **experts)).eval()
+
+
+def sampled(model: PreTrainedModel, steps: DecodeSteps | None, lengths: Any = None, **settings: Any) -> SamplingLoop:
+    """Decode to the end."""
+    torch.manual_seed(3)
+    loop = begin(model, inputs_of(settings.pop("prompts", GROUPS), lengths, **settings), steps=steps)
+    run_to_the_end(loop)
+    return loop
+
+
+def assert_same(ours: SamplingLoop, wanted: SamplingLoop, within: float = 1e-4) -> None:
+    assert completions(ours).tolist() == completions(wanted).tolist()
+    assert len({*map(tuple, completions(ours).tolist())}) > 1
+    there = torch.arange(completions(ours).shape[1]) < wanted.lengths_B[:, None]
+    apart = [loop.logprobs_BC[:, : there.shape[1]][there] for loop in (ours, wanted)]
+    torch.testing.assert_close(*apart, atol=within, rtol=0)
+
+
+@pytest.mark.parametrize("make_model", [plain, with_sliding_window, with_caps, of_experts])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_tokens_are_those_of_shapes_that_grow(make_model: Any, lengths: tuple[int, ...] | None) -> None:
+    model, steps = make_model(), DecodeSteps(capture=False)
+    for prompts in (GROUPS, PROMPTS[:1] * 6 + PROMPTS[1:2] * 6):  # the buffers of the first are there for the second
+        assert_same(sampled(model, steps, lengths, prompts=prompts), sampled(model, None, lengths, prompts=prompts))
+
+
+def test_what_is_drawn_is_the_same_while_no_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that leaves takes no random number any more, and here rows leave at other times."""
+    monkeypatch.setattr(decoding, "LEAVE_TOGETHER", 0)
+    monkeypatch.setattr(captured, "LEAST_ROWS", 16)
+    settings = {"do_sample": True, "top_k": 0, "temperature": 0.9}
+    assert_same(sampled(plain(), DecodeSteps(capture=False), **settings), sampled(plain(), None, **settings))
+
+
+def test_mixed_precision_multiplies_the_same_numbers() -> None:
+    model, steps = plain(), DecodeSteps(capture=False)
+    with torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16):
+        wanted = sampled(model, None, prompts=PROMPTS[:1] * 4 + PROMPTS[2:] * 4)
+        ours = sampled(model, steps, prompts=PROMPTS[:1] * 4 + PROMPTS[2:] * 4)
+    assert_same(ours, wanted, within=0.05)
+    assert {it.dtype for it in steps._casts.values()} == {torch.bfloat16}
+    assert set(steps._casts) == {f"{name}.weight" for name, it in model.named_modules() if hasattr(it, "in_features")}
+
+
+def test_a_batch_that_failed_leaves_nothing_behind() -> None:
+    """A NaN behind a mask makes NaN of a whole row: a weight of 0 times NaN."""
+    model, steps = plain(), DecodeSteps(capture=False)
+    wanted = sampled(model, steps)
+    assert steps._batch is not None
+    for layer in steps._batch._layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+    assert_same(sampled(model, steps), wanted, within=0.0)
+
+
+def eager(**_: Any) -> PreTrainedModel:
+    model = plain()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "reason"),
+    [
+        (eager, {}, "the attention of Qwen3ForCausalLM is eager"),
+        (plain, {"cache_implementation": "static"}, "its cache is of StaticLayer"),
+        (plain, {"use_cache": False}, "its cache is of another kind"),
+    ],
+)
+def test_others_are_decoded_as_before_and_the_log_says_why(
+    model: Any, settings: dict[str, Any], reason: str, messages: list[str]
+) -> None:
+    assert_same(sampled(model(), DecodeSteps(capture=True), **settings), sampled(model(), None, **settings), within=0.0)
+    assert "\n".join(messages).count(f"in growing shapes, kernel by kernel: {reason}") == 1
+
+
+# --- The work of a pass -----------------------------------------------------------------------------------
+
+
+class Work(TorchDispatchMode):
+    """The kernels that run, what they are given and give, and the bytes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[tuple[Any, ...]] = []
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([it for it in tree_leaves(part) if isinstance(it, Tensor)] for part in ((args, kwargs), result))
+        memory = {it.untyped_storage().data_ptr() for it in given}
+        changes = func._schema.is_mutable
+        if changes or not {it.untyped_storage().data_ptr() for it in made} <= memory:  # else it is a view
+            self.kernels.append((func, *(tuple(it.shape) for it in [*given, *made])))
+            self.bytes += sum(it.nbytes for it in (given[1:] * 2 if changes else [*given, *made]))
+        return result
+
+
+def work_of(model: PreTrainedModel, steps: DecodeSteps | None, passes: int) -> list[Work]:
+    """Of passes in the middle of a batch with prompts of unequal length."""
+    prompts = [list(range(2, 2 + tokens)) for tokens in (19, 5, 12, 8) for _ in range(4)]
+    loop = begin(model, inputs_of(prompts, max_new_tokens=40, eos_token_id=-1), steps=steps)
+    rows, sampled_b = loop._open_rows, torch.full((16,), 5)
+    found = []
+    with torch.no_grad():
+        for _ in range(passes):
+            with Work() as work:
+                rows.step(sampled_b, loop._sequences_BL)
+            found.append(work)
+    return found
+
+
+@pytest.mark.parametrize("make_model", [plain, with_sliding_window, with_caps, of_experts])
+def test_each_pass_is_the_same_work_and_waits_for_nothing(make_model: Any) -> None:
+    """So it can be a graph."""
+    first, *others = [work.kernels for work in work_of(make_model(), DecodeSteps(capture=False), 30)]
+    assert all(kernels == first for kernels in others)
+    names = {str(kernel[0]) for kernel in first}
+    assert not {it for it in names if any(word in it for word in ("_local_scalar_dense", "nonzero", "is_nonzero"))}
+    growing = [work.kernels for work in work_of(make_model(), None, 2)]
+    assert growing[0] != growing[1], "the test must see a shape that grows"
+
+
+def test_no_key_is_copied_for_the_query_heads_that_share_it() -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **{**SHAPE, "num_attention_heads": 8, "vocab_size": 64})).eval()
+    fixed, growing = (work_of(model, steps, 2)[-1] for steps in (DecodeSteps(capture=False), None))
+    attention = sum(it.nbytes for layer in captured_layers(model) for it in layer)
+    assert growing.bytes - fixed.bytes > 3 * attention, "four query heads share a key head: all of it, four times"
+    assert len(fixed.kernels) < len(growing.kernels)
+
+
+def captured_layers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    steps = DecodeSteps(capture=False)
+    work_of(model, steps, 1)
+    assert steps._batch is not None
+    room = steps._batch.room
+    return [(layer.keys[:, :, :24], layer.values[:, :, :24]) for layer in steps._batch._layers if room]
+
+
+# --- Graphs -----------------------------------------------------------------------------------------------
+
+
+class Recorded(TorchDispatchMode):
+    """A CUDA graph as a CPU can have it: replayed are the same kernels on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self.replays = 0
+        GRAPHS.append(self)
+
+    def pool(self) -> str:
+        return "pool"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_local_scalar_dense" in str(func):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._before += [(it, it.clone()) for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
+        result = func(*args, **kwargs)
+        self._kernels.append((func, args, kwargs, [it for it in tree_leaves(result) if isinstance(it, Tensor)]))
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, before in reversed(self._before):  # what is captured is not computed
+            tensor.copy_(before)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, kept in self._kernels:
+            result = func(*args, **kwargs)
+            for mine, new in zip(kept, [it for it in tree_leaves(result) if isinstance(it, Tensor)], strict=True):
+                if mine.data_ptr() != new.data_ptr():
+                    mine.copy_(new)
+
+
+GRAPHS: list[Recorded] = []
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
+    @contextmanager
+    def capture(graph: Recorded, **_: Any) -> Iterator[None]:
+        with graph:
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    yield GRAPHS
+    GRAPHS.clear()
+
+
+@pytest.mark.parametrize("make_model", [plain, with_sliding_window, with_caps, of_experts])
+def test_graphs_compute_what_passes_do(make_model: Any, graphs: list[Recorded]) -> None:
+    model, steps = make_model(), DecodeSteps(capture=True)
+    for lengths in LENGTHS:
+        assert_same(sampled(model, steps, lengths), sampled(model, None, lengths))
+    assert 1 <= len(graphs) <= 3, "of 12, 8 and 4 rows"
+    assert sum(graph.replays for graph in graphs) > 50
+
+
+def point_to(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+
+
+def test_the_graphs_of_a_slot_serve_every_version_in_it(graphs: list[Recorded]) -> None:
+    model, other = plain(), plain()
+    slots = [{name: it.data.clone() for name, it in model.named_parameters()} for _ in range(3)]
+    steps = DecodeSteps(capture=True)
+    made = []
+    for version in range(7):
+        torch.manual_seed(version)
+        slot = slots[version % 3]
+        for tensor in slot.values():
+            tensor.normal_(std=0.5)
+        point_to(model, slot)
+        point_to(other, copy.deepcopy(slot))
+        assert_same(sampled(model, steps, eos_token_id=-1), sampled(other, None, eos_token_id=-1))
+        made.append(len(graphs))
+    assert made == [1, 2, 3, 3, 3, 3, 3]
+
+
+def test_what_cannot_be_captured_runs_kernel_by_kernel(graphs: list[Recorded], messages: list[str]) -> None:
+    model = plain()
+    reads = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * (output.max().item() != 1e9))
+    ours = sampled(model, steps := DecodeSteps(capture=True))
+    reads.remove()
+    assert_same(ours, sampled(model, None))
+    assert "\n".join(messages).count("no more CUDA graphs, since one could not be made: RuntimeError: operation not") == 1
+    assert not steps._capture
+
+
+def test_a_few_shapes_serve_every_batch() -> None:
+    assert [rounded(count, 4) for count in (1, 4, 5, 17, 64, 65, 385, 512)] == [4, 4, 8, 20, 64, 80, 448, 512]
+    assert len({rounded(count, 64) for count in range(1, 8193)}) < 40
