@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import GROUPS, PAD, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
+from test_decoding import GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
 from test_decoding import run as run_to_the_end
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -245,6 +245,13 @@ def test_graphs_compute_what_passes_do(make_model: Any, graphs: list[Recorded]) 
     assert sum(graph.replays for graph in graphs) > 50
 
 
+def test_graphs_of_buffers_that_were_too_small_are_dropped(graphs: list[Recorded]) -> None:
+    model, steps = plain(), DecodeSteps(capture=True)
+    for tokens, prompts in ((20, GROUPS), (100, GROUPS), (20, GROUPS), (20, GROUPS * 3), (20, GROUPS)):
+        settings = {"max_new_tokens": tokens, "eos_token_id": -1, "prompts": prompts}
+        assert_same(sampled(model, steps, **settings), sampled(model, None, **settings), within=1e-3)
+
+
 def point_to(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         parameter.data = weights[name]
@@ -269,11 +276,15 @@ def test_the_graphs_of_a_slot_serve_every_version_in_it(graphs: list[Recorded]) 
 
 def test_what_cannot_be_captured_runs_kernel_by_kernel(graphs: list[Recorded], messages: list[str]) -> None:
     model = plain()
-    reads = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * (output.max().item() != 1e9))
+    reads = model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output * (output.max().item() != 1e9)
+    )
     ours = sampled(model, steps := DecodeSteps(capture=True))
     reads.remove()
     assert_same(ours, sampled(model, None))
-    assert "\n".join(messages).count("no more CUDA graphs, since one could not be made: RuntimeError: operation not") == 1
+    assert (
+        "\n".join(messages).count("no more CUDA graphs, since one could not be made: RuntimeError: operation not") == 1
+    )
     assert not steps._capture
 
 

@@ -18,24 +18,26 @@ BLOCK = 4096  # logits that a row's program has at a time
 def drawn_in_one_pass(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Sample from the softmax of the scores. Its random numbers come from torch's generator of the device.
 
-    No score may be plus infinity or NaN in a row that is used, as for `torch.multinomial`.
+    Where a logit is NaN, the log-probability is, too, and the group is refused when it is written.
     """
     rows, vocabulary = logits_bV.shape
     device = logits_bV.device
     sampled_b = torch.empty(rows, dtype=torch.long, device=device)
     logprobs_b = torch.empty(rows, dtype=torch.float32, device=device)
     seeds_b = torch.randint(2**31 - 1, (rows,), dtype=torch.int32, device=device)
-    logits_bV, scores_bV = (it if it.stride(1) == 1 else it.contiguous() for it in (logits_bV, scores_bV))
+    assert logits_bV.stride(1) == scores_bV.stride(1) == 1
     _draw[(rows,)](
         logits_bV, scores_bV, seeds_b, sampled_b, logprobs_b, vocabulary, logits_bV.stride(0), scores_bV.stride(0),
-        temperature, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+        float(temperature), ONE=scores_bV is logits_bV, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
+        num_warps=8,
     )  # fmt: skip
     return sampled_b, logprobs_b
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
-    logits, scores, seeds, sampled, logprobs, vocabulary, logits_stride, scores_stride, temperature, BLOCK: tl.constexpr
+    logits, scores, seeds, sampled, logprobs, vocabulary, logits_stride, scores_stride, temperature,
+    ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds + row)
@@ -47,14 +49,15 @@ def _draw(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         token = start + lane
         inside = token < vocabulary
-        logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-        logit = logit / temperature
+        score = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        logit = score / temperature
         higher = tl.maximum(highest, logit)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of lanes without a finite logit yet
         total = total * tl.exp(highest - base) + tl.exp(logit - base)
         highest = higher
-        score = tl.load(scores + row * scores_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-        uniform = tl.rand(seed, token) + 2.0**-33  # never 0
+        if not ONE:  # a logits processor made them
+            score = tl.load(scores + row * scores_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        uniform = tl.rand(seed, token) + 1.1641532e-10  # 2 ** -33, so that it is never 0
         # -log(1 - u), which has few digits where u is small: the numbers that win
         exponential = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
         score = score - tl.log(exponential)

@@ -1,0 +1,106 @@
+"""The sampler's CUDA graphs and its kernel against the loop without them. They have not run yet (docs/gpu.md)."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from gpu_runs import ROOT
+from on_device import DEVICE, ON_CPU, need_device
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from async_grpo.rollout.engines.captured import DecodeSteps
+from async_grpo.rollout.engines.drawing import drawn, drawn_on
+from async_grpo.rollout.engines.transformers import TransformersEngine
+
+sys.path.append(str(ROOT / "tests" / "unit"))
+from engines import sample
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [list(range(3, 3 + tokens)) for tokens in (19, 5, 12, 8) for _ in range(8)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    need_device()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = Qwen3Config(
+        vocab_size=4096, num_key_value_heads=2, head_dim=64, max_position_embeddings=512, initializer_range=0.1, **shape
+    )
+    return Qwen3ForCausalLM(config).to(DEVICE).eval()
+
+
+def engine_of(model: Any, *, fast: bool, **sampling: Any) -> TransformersEngine:
+    return TransformersEngine(
+        model,
+        config=GenerationConfig(max_new_tokens=90, pad_token_id=0, eos_token_id=1, **sampling),
+        loss_temperature=1.0,
+        pad_token_id=0,
+        autocast=nullcontext,
+        most_groups=8,
+        draw=drawn_on(torch.device(DEVICE)) if fast else drawn,
+        steps=DecodeSteps(capture=not ON_CPU) if fast else None,
+    )
+
+
+def test_graphs_give_the_tokens_of_the_loop_without_them(model: Any) -> None:
+    """Twice, so that the second batch is graphs from its first token on."""
+    fast = engine_of(model, fast=True, do_sample=False)
+    wanted, logprobs = sample(engine_of(model, fast=False, do_sample=False), PROMPTS)
+    for _ in range(2):
+        tokens, ours = sample(fast, PROMPTS)
+        equal = sum(mine == theirs for mine, theirs in zip(tokens, wanted, strict=True))
+        assert equal >= 0.9 * len(PROMPTS), "but for ties within the rounding of another attention kernel"
+        torch.testing.assert_close(
+            *(torch.tensor([row[0] for row in rows]) for rows in (ours, logprobs)), atol=1e-3, rtol=0
+        )
+    assert ON_CPU or (fast._steps is not None and fast._steps._capture), "every pass was captured"
+
+
+def test_log_probabilities_are_those_of_one_forward_pass(model: Any) -> None:
+    prompts = PROMPTS[:4]
+    tokens, logprobs = sample(engine_of(model, fast=True, do_sample=True, top_k=0, temperature=1.0), prompts, seed=1)
+    for prompt, ids, ours in zip(prompts, tokens, logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids], device=DEVICE)).logits[0, len(prompt) - 1 : -1].float()
+        exact = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids, device=DEVICE)[:, None])[:, 0].cpu()
+        torch.testing.assert_close(torch.tensor(ours), exact, atol=1e-3, rtol=0)
+
+
+def test_a_step_waits_for_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the look at which rows have ended, and one where a graph is made."""
+    from async_grpo.rollout.engines import decoding
+
+    monkeypatch.setattr(decoding, "LOOK_EVERY_GPU", 1000)
+    engine = engine_of(model, fast=True, do_sample=True, top_k=0, temperature=1.0)
+    sample(engine, PROMPTS)
+    step = decoding.SamplingLoop.step
+
+    def strict(loop: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(loop)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    if not ON_CPU:
+        monkeypatch.setattr(decoding.SamplingLoop, "step", strict)
+    sample(engine, PROMPTS, seed=1)
+
+
+def test_the_kernel_draws_with_the_frequencies_of_the_softmax() -> None:
+    need_device()
+    draw = drawn_on(torch.device(DEVICE))
+    assert ON_CPU or draw is not drawn, "the kernel is taken"
+    torch.manual_seed(0)
+    row = 2 * torch.randn(1, 50, device=DEVICE)
+    rows = row.expand(100_000, 50).to(torch.bfloat16).contiguous()
+    sampled, logprobs = draw(rows, rows, 1.0)
+    exact = torch.softmax(rows[0].float(), -1)
+    found = torch.bincount(sampled, minlength=50) / len(rows)
+    torch.testing.assert_close(found, exact, atol=0.01, rtol=0)
+    torch.testing.assert_close(logprobs, exact.log()[sampled], atol=1e-4, rtol=0)
