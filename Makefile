@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-triton test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -152,6 +152,14 @@ experiment-demo: venv-test
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers
 
+# Triton, which torch for CUDA brings, for its interpreter.
+.venv-triton/.installed: $(VENV)/.installed-test scripts/env_beside.sh
+	scripts/env_beside.sh .venv-triton triton
+	touch $@
+
+test-triton: .venv-triton/.installed
+	.venv-triton/bin/python -m pytest tests/with_triton
+
 # SageMaker's SDK 3 has an environment of its own. The test's conftest and settings are those of another one.
 .venv-sagemaker/.installed: $(VENV)/.installed-test examples/sagemaker/requirements-sdk3.txt scripts/sagemaker_env.sh
 	scripts/sagemaker_env.sh .venv-sagemaker
@@ -192,4 +200,4 @@ test-zero3: .venv-zero3/.installed
 	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
 
 clean:
-	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-triton .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -23,7 +23,8 @@ PACKAGES = ("async_grpo", "async_grpo_experiments", "async_grpo_ipc")
 USERS = {"bitsandbytes", "openai", "unsloth"}  # a user's setup file or agent imports them
 TOOLS = {"bench", "docs", "fuzz", "notebook", "test"}  # extras
 TYPES = {"_typeshed"}  # of a type checker: nothing imports it at run time
-WHERE_THERE = {"trackio", "mcp"}  # the user's tracker, imported where `report_to` names it; comes with verifiers
+# The user's tracker, imported where `report_to` names it; what comes with verifiers, and with torch for CUDA.
+WHERE_THERE = {"trackio", "mcp", "triton"}
 
 
 def imported() -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sampler_work import decoding_loop, work_of_passes
 from test_decoding import GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
 from test_decoding import run as run_to_the_end
 from torch import Tensor
@@ -119,65 +120,29 @@ def test_others_are_decoded_as_before_and_the_log_says_why(
 # --- The work of a pass -----------------------------------------------------------------------------------
 
 
-class Work(TorchDispatchMode):
-    """The kernels that run, what they are given and give, and the bytes of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[tuple[Any, ...]] = []
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given, made = ([it for it in tree_leaves(part) if isinstance(it, Tensor)] for part in ((args, kwargs), result))
-        memory = {it.untyped_storage().data_ptr() for it in given}
-        changes = func._schema.is_mutable
-        if changes or not {it.untyped_storage().data_ptr() for it in made} <= memory:  # else it is a view
-            self.kernels.append((func, *(tuple(it.shape) for it in [*given, *made])))
-            self.bytes += sum(it.nbytes for it in (given[1:] * 2 if changes else [*given, *made]))
-        return result
-
-
-def work_of(model: PreTrainedModel, steps: DecodeSteps | None, passes: int) -> list[Work]:
-    """Of passes in the middle of a batch with prompts of unequal length."""
-    prompts = [list(range(2, 2 + tokens)) for tokens in (19, 5, 12, 8) for _ in range(4)]
-    loop = begin(model, inputs_of(prompts, max_new_tokens=40, eos_token_id=-1), steps=steps)
-    rows, sampled_b = loop._open_rows, torch.full((16,), 5)
-    found = []
-    with torch.no_grad():
-        for _ in range(passes):
-            with Work() as work:
-                rows.step(sampled_b, loop._sequences_BL)
-            found.append(work)
-    return found
+UNEQUAL = [list(range(2, 2 + tokens)) for tokens in (19, 5, 12, 8) for _ in range(4)]
 
 
 @pytest.mark.parametrize("make_model", [plain, with_sliding_window, with_caps, of_experts])
 def test_each_pass_is_the_same_work_and_waits_for_nothing(make_model: Any) -> None:
     """So it can be a graph."""
-    first, *others = [work.kernels for work in work_of(make_model(), DecodeSteps(capture=False), 30)]
+    loop, growing = (decoding_loop(make_model(), UNEQUAL, 40, steps) for steps in (DecodeSteps(capture=False), None))
+    first, *others = [work.kernels for work in work_of_passes(loop, 30)]
     assert all(kernels == first for kernels in others)
     names = {str(kernel[0]) for kernel in first}
-    assert not {it for it in names if any(word in it for word in ("_local_scalar_dense", "nonzero", "is_nonzero"))}
-    growing = [work.kernels for work in work_of(make_model(), None, 2)]
-    assert growing[0] != growing[1], "the test must see a shape that grows"
+    assert not {it for it in names if any(word in it for word in ("_local_scalar_dense", "nonzero"))}
+    before, after = work_of_passes(growing, 2)
+    assert before.kernels != after.kernels, "the test must see a shape that grows"
 
 
 def test_no_key_is_copied_for_the_query_heads_that_share_it() -> None:
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **{**SHAPE, "num_attention_heads": 8, "vocab_size": 64})).eval()
-    fixed, growing = (work_of(model, steps, 2)[-1] for steps in (DecodeSteps(capture=False), None))
-    attention = sum(it.nbytes for layer in captured_layers(model) for it in layer)
-    assert growing.bytes - fixed.bytes > 3 * attention, "four query heads share a key head: all of it, four times"
+    model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **{**SHAPE, "num_attention_heads": 8})).eval()
+    loops = [decoding_loop(model, UNEQUAL, 40, steps) for steps in (None, DecodeSteps(capture=False))]
+    growing, fixed = (work_of_passes(loop, 1)[0] for loop in loops)
+    heads_of_keys = 2 * 2 * 2 * 16 * 20 * 16 * 4  # layers, keys and values, heads, rows, tokens, width, bytes
+    assert growing.bytes - fixed.bytes > 4 * heads_of_keys, "each for four query heads"
     assert len(fixed.kernels) < len(growing.kernels)
-
-
-def captured_layers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
-    steps = DecodeSteps(capture=False)
-    work_of(model, steps, 1)
-    assert steps._batch is not None
-    room = steps._batch.room
-    return [(layer.keys[:, :, :24], layer.values[:, :, :24]) for layer in steps._batch._layers if room]
 
 
 # --- Graphs -----------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""The work of one decoded token, counted: kernels that the host launches, and bytes that they are given and give.
+
+    python benchmarks/sampler_work.py [--shape 0.6B|tiny] [--rows N] [--json FILE] [--update-docs]
+
+No clock and no GPU. Prompts are of unequal length. In a loop whose shapes grow each kernel is a launch; of passes in
+fixed shapes (`rollout/engines/captured.py`) all kernels of a pass are one CUDA graph. What torch's own kernels move
+between their parts (a softmax reads its input several times) is not counted, so the bytes of sampling are too few; the
+kernel that draws in one pass reads the logits once, as a test with Triton's interpreter counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from benchmarks.setups.qwen3_shape import SHAPES, build_model, build_tokenizer
+from benchmarks.table import Row, as_text, describe_machine, keep, machine_line, row
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GenerationConfig
+
+from async_grpo.rollout.engines.captured import DecodeSteps
+from async_grpo.rollout.engines.decoding import SamplingLoop
+from async_grpo.rollout.engines.drawing import drawn
+
+
+class Work(TorchDispatchMode):
+    """The kernels that run, each with the shapes that it is given and gives, and the bytes of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[tuple[Any, ...]] = []
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([it for it in tree_leaves(part) if isinstance(it, Tensor)] for part in ((args, kwargs), result))
+        changes = func._schema.is_mutable
+        memory = {it.untyped_storage().data_ptr() for it in given}
+        if changes or not {it.untyped_storage().data_ptr() for it in made} <= memory:  # else it is a view
+            self.kernels.append((func, *(tuple(it.shape) for it in [*given, *made])))
+            # What is written in place is written as far as there is something to write.
+            self.bytes += sum(
+                it.nbytes for it in ([*given[1:], *given[-1:]] if changes and given[1:] else given + made)
+            )
+        return result
+
+
+def decoding_loop(model: Any, prompts: list[list[int]], tokens: int, steps: DecodeSteps | None) -> SamplingLoop:
+    """A loop behind its prompts, in which no row ends."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=-1)
+    make = partial(SamplingLoop, temperature=1.0, pad_token_id=0, group_sizes=[1] * len(prompts), steps=steps)
+    with torch.no_grad():
+        loop: SamplingLoop = model.generate(
+            input_ids=ids, attention_mask=(ids != 0).long(), generation_config=config, custom_generate=make
+        )
+    return loop
+
+
+def work_of_passes(loop: SamplingLoop, passes: int) -> list[Work]:
+    """Of the next passes, without sampling."""
+    found = []
+    for _ in range(passes):
+        with torch.no_grad(), Work() as work:
+            loop._open_rows.step(torch.full((len(loop.lengths_B),), 5), loop._sequences_BL)
+        found.append(work)
+    return found
+
+
+def work_of_a_token(loop: SamplingLoop) -> Work:
+    """Of one token more: sampling, the test for the end, and a pass."""
+    with torch.no_grad(), Work() as work:
+        loop.step()
+    return work
+
+
+def counted(shape: str, rows: int) -> list[Row]:
+    os.environ["QWEN3_SHAPE"] = shape
+    model = build_model(build_tokenizer()).eval()
+    most = min(128, SHAPES[shape][6] // 4)
+    prompts = [list(range(2, 2 + most * (1 + group % 4) // 4)) for group in range(8) for _ in range(rows // 8)]
+    found = {}
+    for name, steps in (("shapes that grow", None), ("fixed shapes", DecodeSteps(capture=False))):
+        loop = decoding_loop(model, prompts, 64, steps)
+        work_of_a_token(loop)
+        found[name] = work_of_a_token(loop), work_of_passes(loop, 1)[0]
+    token, grown = found["shapes that grow"]
+    fixed_token, fixed = found["fixed shapes"]
+    logits = torch.zeros((rows, model.config.vocab_size), dtype=model.dtype)
+    with Work() as drawing:
+        drawn(logits, logits, 1.0)
+    launches = len(fixed_token.kernels) - len(fixed.kernels) + 1
+    return [
+        row(f"launches a token, {rows} rows, shapes that grow", [len(token.kernels)], ""),
+        row(f"launches a token, {rows} rows, fixed shapes as a CUDA graph", [launches], ""),
+        row("launches, of those of shapes that grow", [launches / len(token.kernels)], "", target="<= .15"),
+        row("bytes of a pass, shapes that grow", [grown.bytes / 1e6], "MB"),
+        row("bytes of a pass, fixed shapes", [fixed.bytes / 1e6], "MB"),
+        row("bytes of sampling by torch's kernels, at least", [drawing.bytes / 1e6], "MB"),
+        row("bytes of sampling in one pass over the logits", [logits.nbytes / 1e6], "MB"),
+        row("bytes of sampling, of those by torch's kernels", [logits.nbytes / drawing.bytes], "", target="<= .15"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.6B", choices=SHAPES)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--update-docs", action="store_true")
+    args = parser.parse_args()
+    print(machine_line(describe_machine()), flush=True)
+    rows = counted(args.shape, args.rows)
+    print(as_text(rows))
+    if args.json:
+        keep("sampler_work", args.json, rows, in_docs=args.update_docs, rows_of_the_batch=args.rows, shape=args.shape)
+
+
+if __name__ == "__main__":
+    main()
