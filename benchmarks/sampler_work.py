@@ -28,15 +28,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import SamplingLoop
-from async_grpo.rollout.engines.drawing import drawn
+from async_grpo.rollout.engines.decoding import SamplingLoop, drawn
 
 
-class Work(TorchDispatchMode):
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The kernels that run, each with the shapes that it is given and gives, and the bytes of these."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[tuple[Any, ...]] = []
         self.bytes = 0
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from gpu_runs import ROOT
 from on_device import DEVICE, ON_CPU, need_device
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.drawing import drawn, drawn_on
+from async_grpo.rollout.engines.decoding import drawn
+from async_grpo.rollout.engines.drawing import drawn_on
 from async_grpo.rollout.engines.transformers import TransformersEngine
-
-sys.path.append(str(ROOT / "tests" / "unit"))
 from engines import sample
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ PROGRAM = """
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from async_grpo.rollout.engines import drawing_kernel as kernel
-from async_grpo.rollout.engines.drawing import _wrong, drawn
+from async_grpo.rollout.engines.drawing import _wrong
 
 torch.manual_seed(0)
 kernel.BLOCK = 512

@@ -96,7 +96,8 @@ def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> 
         deterministic: a group's tokens must not depend on the groups beside it, which decide the shapes of a pass.
     """
     from async_grpo.rollout.engines.captured import DecodeSteps
-    from async_grpo.rollout.engines.drawing import drawn, drawn_on
+    from async_grpo.rollout.engines.decoding import drawn
+    from async_grpo.rollout.engines.drawing import drawn_on
     from async_grpo.rollout.engines.transformers import TransformersEngine
 
     trainer, trl.view.policy_is_here = trl.trainer, True

@@ -17,7 +17,7 @@ Shapes: B rows were asked for, b of them are still decoded; P prompt tokens, V t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -35,7 +35,6 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.drawing import Draw, drawn, likeliest
 from async_grpo.rollout.engines.vision import VisionInputs
 
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
@@ -43,6 +42,29 @@ LOOK_EVERY_CPU = 1  # step for ended rows
 LOOK_EVERY_GPU = 8  # steps: each look waits for all work that is queued
 ROOM = 64  # tokens by which a layer's buffer grows
 ONE = 2**62  # probability 1 as an integer; a float32 of 2**-38 or more is exact in it, and a sum of 2 has no room
+
+
+Draw = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Of logits `[b, V]`, the scores that are sampled from (the same tensor where nothing processes them) and the
+temperature of log-probabilities: tokens `[b]` and their log-probabilities `[b]`."""
+
+
+def drawn(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample from the softmax of the scores, by torch's own kernels."""
+    sampled_b = torch.multinomial(torch.softmax(scores_bV.float(), dim=-1), num_samples=1)[:, 0]
+    return sampled_b, logprobs_of(logits_bV, sampled_b, temperature)
+
+
+def likeliest(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Take the token with the highest score."""
+    sampled_b = scores_bV.argmax(dim=-1)
+    return sampled_b, logprobs_of(logits_bV, sampled_b, temperature)
+
+
+def logprobs_of(logits_bV: Tensor, sampled_b: Tensor, temperature: float) -> Tensor:
+    """Float32 natural logs of the full softmax at a temperature."""
+    logprobs_bV = torch.log_softmax(logits_bV.float() / temperature, dim=-1)
+    return logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
 
 
 class SamplingLoop:

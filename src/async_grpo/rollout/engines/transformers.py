@@ -18,8 +18,7 @@ from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import SamplingLoop
-from async_grpo.rollout.engines.drawing import Draw, drawn
+from async_grpo.rollout.engines.decoding import Draw, SamplingLoop, drawn
 from async_grpo.rollout.engines.vision import VisionInputs
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.tokens import as_tokens
