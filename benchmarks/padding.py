@@ -54,10 +54,12 @@ def lengths(kind: str, rows: int, longest: int, chance: random.Random) -> list[i
     return [min(longest, max(1, int(chance.lognormvariate(4.605, 0.8)))) for _ in range(rows)]  # median 100
 
 
-def micro_batch(completions: Sequence[int], vocabulary: int, device: torch.device) -> dict[str, Any]:
-    """What TRL gives to its loss."""
+def micro_batch(
+    completions: Sequence[int], vocabulary: int, device: torch.device, *, prompts: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What TRL gives to its loss; without `prompts` their lengths are drawn."""
     chance = random.Random(len(completions))
-    prompts = [chance.randint(*PROMPTS) for _ in completions]
+    prompts = prompts or [chance.randint(*PROMPTS) for _ in completions]
     sides = {"prompt": prompts, "completion": completions}
     batch: dict[str, Any] = {}
     for name, sizes in sides.items():

@@ -1,7 +1,11 @@
 """A setup file with a randomly initialised model of Qwen3's shape: the speed of the real one, without its weights.
 
     QWEN3_SHAPE     tiny, small, 0.6B (default) or 1.7B
+    PROMPT          tokens of each prompt (those of a short question)
     COMPLETION      tokens of a completion (256); a random model hardly ever ends by itself
+    ROWS, GROUP     completions of a step (64; on a CPU 8) and of a prompt (8; on a CPU 4)
+    MICRO_BATCH     completions of a forward and backward pass (all of a step)
+    CONTINUOUS_BATCHING  1: TRL's own, where TRL samples
     STEPS           optimizer steps (10)
     SAVE_STEPS      steps from one checkpoint to the next (none)
     WAIT_AT_EVERY_TOKEN  1: workers wait for the GPU after each token, as they did until November 2026
@@ -31,6 +35,9 @@ SHAPES = {  # hidden size, intermediate size, layers, heads, key-value heads, he
 GPU = torch.cuda.is_available()
 END = "<|endoftext|>"
 SAVE_STEPS = int(os.environ.get("SAVE_STEPS", "0"))
+ROWS = int(os.environ.get("ROWS", "64" if GPU else "8"))
+CONTINUOUS_BATCHING = os.environ.get("CONTINUOUS_BATCHING") == "1"
+MICRO_BATCH = int(os.environ.get("MICRO_BATCH", ROWS))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -61,6 +68,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
     with torch.device("cuda" if GPU else "cpu"):
         return Qwen3ForCausalLM(config).to(torch.bfloat16 if GPU else torch.float32)
+
+
+def question(number: int) -> str:
+    text = f"Question {number}: what is it?"
+    return text.ljust(tokens := int(os.environ.get("PROMPT", len(text))), "?")[:tokens]
 
 
 def distinct_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -95,15 +107,17 @@ def get_trainer() -> GRPOTrainer:
         model=build_model(tokenizer),
         processing_class=tokenizer,
         reward_funcs=[distinct_tokens],
-        train_dataset=Dataset.from_dict({"prompt": [f"Question {number}: what is it?" for number in range(1000)]}),
+        train_dataset=Dataset.from_dict({"prompt": [question(number) for number in range(1000)]}),
         callbacks=[StepLog()],
         args=GRPOConfig(
             output_dir="outputs/qwen3_shape",
             max_steps=int(os.environ.get("STEPS", "10")),
-            per_device_train_batch_size=(64 if GPU else 8) // int(os.environ.get("WORLD_SIZE", "1")),
-            num_generations=8 if GPU else 4,
+            per_device_train_batch_size=MICRO_BATCH // int(os.environ.get("WORLD_SIZE", "1")),
+            gradient_accumulation_steps=ROWS // MICRO_BATCH,
+            num_generations=int(os.environ.get("GROUP", "8" if GPU else "4")),
             max_completion_length=int(os.environ.get("COMPLETION", "256")),
             learning_rate=1e-6,
+            **({"use_transformers_continuous_batching": True} if CONTINUOUS_BATCHING else {}),
             save_strategy="steps" if SAVE_STEPS else "no",
             save_steps=SAVE_STEPS or 500,
             logging_steps=1,

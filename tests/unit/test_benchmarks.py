@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from patience import is_gone, until
 
 ROOT = Path(__file__).parents[2]
 STEADY, SHAKEN = [1.0, 1.02, 1.09], [1.0, 1.02, 1.13]
@@ -127,3 +134,64 @@ def test_the_turns_that_a_chain_rewards(table: Any, searched: list[int], earned:
     completion += [{"role": "assistant", "content": f"<answer>{first[-1]}</answer>"}]
     assert chain.links([completion]) == [earned]
     assert chain.called([completion]) == [sum(earned) / 0.75]
+
+
+def test_the_limits_of_an_h100_for_qwen3_06b(table: Any) -> None:
+    """Worked out by hand before, for prompts of 128 tokens and completions of 256."""
+    from benchmarks import one_gpu
+
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    model = one_gpu.Model.of(SimpleNamespace(**shape, **heads), value_bytes=2)
+    h100 = one_gpu.Card(bytes_s=3.35e12, flops_s=989e12)
+    seconds = [least(model, h100) for least in one_gpu.limits(one_gpu.SETTINGS["0.6B"]).values()]
+    assert seconds == pytest.approx([1.30, 0.23, 0.74, 0.68], abs=0.005)
+    assert one_gpu.training_s(model, h100, [128] * 64, [256] * 64) == pytest.approx(0.084, abs=0.0005)
+
+
+def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import one_gpu
+
+    log = "import json, os, time; open(os.environ['STEP_LOG'], 'w').writelines(json.dumps(x) + '\\n' for x in {})"
+    fixed = {"steps": 1, "prompt": 2, "least_s": lambda model, card: 40.0}
+
+    def case(name: str, code: str, rollouts: int = 4, **more: Any) -> Any:
+        return one_gpu.Case(name=name, command=[sys.executable, "-c", code], rollouts=rollouts, **fixed, **more)
+
+    def steps(step_s: float) -> str:
+        lines = [{"time": time.time() + step_s * at, "step": at, "tokens": 40 * at} for at in range(-2, 3)]
+        return log.format(lines) + "; time.sleep(1)"
+
+    model = dict.fromkeys(("layers", "head", "cache_bytes", "attention", "value_bytes"), 1)
+    card = [{"card": {"bytes_s": 1e9, "flops_s": 1e9}, "model": model, "name": "a card"}]
+    monkeypatch.setattr(one_gpu, "card_itself", lambda *_: case("card", log.format(card), 0))
+    ours = case("ours", steps(100), target=">= 0.5", target_trl=">= 3")
+    rows = [case("failing", "raise SystemExit('why')"), case(one_gpu.TRL, steps(400)), ours]
+    monkeypatch.setattr(one_gpu, "cases", lambda *_: rows)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 83\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(one_gpu, "SAMPLE_S", 0.05)
+    assert one_gpu.main(["--json", str(tmp_path / "found.json")]) == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "| failing | - | - | - | - | - | failed: exit code 1: why |",
+        "| TRL with generate | 0.01 | 0.08 | 0.1 | - | 0.83 |  |",
+        "| ours | 0.04 | 0.32 | 0.4 (>= 0.5: no) | 4 (>= 3: yes) | 0.83 |  |",
+    ]
+    assert {one["unit"] for one in json.loads((tmp_path / "found.json").read_text())["rows"]} > {*one_gpu.COLUMNS}
+
+
+def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started(table: Any) -> None:
+    from benchmarks import one_gpu
+
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    hang = [sys.executable, "-c", f"{code}; time.sleep(600)"]
+    ran = one_gpu.run(one_gpu.Case(name="", command=hang, steps=5), "cpu", 1)
+    assert ran.failure == "0 steps in its 1 s"
+    process = subprocess.Popen(hang, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    one_gpu.end(process)
+    until(lambda: is_gone(child), "the end of what it started")
