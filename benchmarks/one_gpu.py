@@ -35,7 +35,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.roofline import Card, Model, decoding_s, evenly, training_s
-from benchmarks.table import ROOT, Row, as_text, describe_machine, figure, machine_line, row, write_json
+from benchmarks.table import ROOT, Row, describe_machine, figure, machine_line, row, write_json
 
 WORK = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_work.py")]
 SETUP = str(ROOT / "benchmarks" / "setups" / "qwen3_shape.py")
@@ -62,9 +62,8 @@ class Setting:
 
 SETTINGS = {
     "0.6B": Setting(shape="0.6B", prompt=128, completion=256, groups=8, large=512, small=64, micro_batch=32),
-    "tiny": Setting(shape="tiny", prompt=16, completion=8, groups=4, large=16, small=8, micro_batch=8),
+    "tiny": Setting(shape="tiny", prompt=16, completion=8, groups=4, large=16, small=8, micro_batch=2),
 }
-
 
 Least = Callable[[Model, Card], float]  # seconds of a step, at the limits
 
@@ -119,22 +118,18 @@ def cases(setting: Setting, device: str) -> list[Case]:
         env=trl.env | {"CONTINUOUS_BATCHING": "1"},
         left_out="it takes a minute on a CPU" if device == "cpu" else "",
     )
-    with_mps = [
-        replace(case, name=f"{case.name}, MPS", mps=True, left_out=why_no_mps(device))
-        for case in (served(setting, device, 1), served(setting, device, 2))
-    ]
-    return [
-        *(workers[0], trl, served(setting, device, 1), workers[1], *passes),
-        *(workers[2], workers[3], batching, served(setting, device, 2), *with_mps),
-    ]
+    large, small, *unequal = workers
+    one, two = served(setting, device, 1), served(setting, device, 2)
+    with_mps = [replace(case, name=f"{case.name}, MPS", mps=True, left_out=why_no_mps(device)) for case in (one, two)]
+    return [large, trl, one, small, *passes, *unequal, batching, two, *with_mps]
 
 
 def sizes(setting: Setting, rows: int, device: str) -> dict[str, str]:
     """The environment of a process of ours; on a GPU it sees that one alone."""
     numbers = {"PROMPT": setting.prompt, "COMPLETION": setting.completion, "ROWS": rows}
     numbers |= {"GROUP": rows // setting.groups, "MICRO_BATCH": min(rows, setting.micro_batch)}
-    shown = {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else device}
-    return {"QWEN3_SHAPE": setting.shape, **shown, **{name: str(number) for name, number in numbers.items()}}
+    texts = {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else device, "HF_HUB_OFFLINE": "1"}
+    return {"QWEN3_SHAPE": setting.shape, **texts, **{name: str(number) for name, number in numbers.items()}}
 
 
 def decoding(setting: Setting, prompts: Sequence[int], rows: int, *, shared_by: int = 1) -> Least:
@@ -205,8 +200,8 @@ def served(setting: Setting, device: str, workers: int) -> Case:
     return whole_steps(
         setting,
         f"server and {workers} worker{'' if one else 's'}",
-        [*run, "--worker-device-ids", ",".join([device] * workers), "--generator", "hf"],
-        env=env,
+        [*run, "--worker-device-ids", ",".join([device] * workers), "--generator", "hf", "--max-staleness", "1"],
+        env=env | {"STEPS": "1000"},  # it is ended: towards its last step the workers would have nothing to do
         target=">= 0.35" if one else "",
         target_trl=">= 3" if one else "",
     )
@@ -232,30 +227,36 @@ def run(case: Case, device: str, limit_s: float) -> Ran:
         mps = held.enter_context(mps_daemon(folder)) if case.mps else {}
         log, output = folder / "steps.jsonl", folder / "output.txt"
         path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, **case.env, **mps, "PYTHONPATH": path, "STEPS": str(case.steps), "STEP_LOG": str(log)}
+        env = {**os.environ, "STEPS": str(case.steps), **case.env, **mps, "PYTHONPATH": path, "STEP_LOG": str(log)}
         with output.open("wb") as file:
             process = subprocess.Popen(
                 case.command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                busy = watch(process, device, limit_s)
+                busy = watch(process, device, limit_s, lambda: len(logged(log)) >= case.steps)
                 code = process.poll()
             finally:
                 end(process)
-        whole, _, _ = log.read_text().rpartition("\n") if log.exists() else ("", "", "")
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines = logged(log)
         said = (output.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-    note = f"ended after its {limit_s:.0f} s" if code is None else ""
     if code:
-        return Ran(lines=lines, busy=busy, failure=f"exit code {code}: {said}")
-    few = len(lines) < min(2, case.steps)
-    return Ran(lines=lines, busy=busy, note=note, failure=f"{len(lines)} steps in its {limit_s:.0f} s" if few else "")
+        return Ran(failure=f"exit code {code}: {said}")
+    cut = f"{len(lines)} of {case.steps} steps in its {limit_s:.0f} s" if len(lines) < case.steps else ""
+    return Ran(lines=lines, busy=busy, note=cut, failure=f"{cut}: {said}" if cut and len(lines) < 2 else "")
 
 
-def watch(process: subprocess.Popen[bytes], device: str, limit_s: float) -> list[tuple[float, float]]:
-    """Wait for the process, at most so long, and see how busy the GPU is."""
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log that may be written to."""
+    whole, _, _ = log.read_text().rpartition("\n") if log.exists() else ("", "", "")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def watch(
+    process: subprocess.Popen[bytes], device: str, limit_s: float, done: Callable[[], bool]
+) -> list[tuple[float, float]]:
+    """Wait until the process has done its steps, at most so long, and see how busy the GPU is."""
     busy, deadline = [], time.monotonic() + limit_s
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0 and not done():
         with suppress(subprocess.TimeoutExpired):
             process.wait(min(SAMPLE_S, left))
             break
@@ -390,7 +391,7 @@ class Report:
             row("product of matrices, in the model's number format", [card.flops_s / 1e12], "TFLOP/s"),
             *(row(f"limit: {name}", [1e3 * least(model, card)], "ms") for name, least in limits(self.setting).items()),
         ]
-        return f"{self.card}\n{as_text(self.rows)}"
+        return "\n".join([self.card, *(f"{one.name}: {figure(one.value)} {one.unit}" for one in self.rows)])
 
     def line(self, case: Case) -> str:
         """The row of the table."""
