@@ -227,7 +227,8 @@ def run(case: Case, device: str, limit_s: float) -> Ran:
         mps = held.enter_context(mps_daemon(folder)) if case.mps else {}
         log, output = folder / "steps.jsonl", folder / "output.txt"
         path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "STEPS": str(case.steps), **case.env, **mps, "PYTHONPATH": path, "STEP_LOG": str(log)}
+        env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # rows set theirs
+        env |= {"STEPS": str(case.steps), **case.env, **mps, "PYTHONPATH": path, "STEP_LOG": str(log)}
         with output.open("wb") as file:
             process = subprocess.Popen(
                 case.command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -418,7 +419,7 @@ def shown(one: Row) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="0", help="index of the GPU, or cpu")
+    parser.add_argument("--device", default="0", help="index of the GPU on this machine, or cpu")
     parser.add_argument("--shape", choices=SETTINGS, default="0.6B")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all rows")
     parser.add_argument("--row-limit", type=float, default=60.0, help="seconds for each row")
