@@ -119,9 +119,11 @@ def cases(setting: Setting, device: str) -> list[Case]:
         left_out="it takes a minute on a CPU" if device == "cpu" else "",
     )
     large, small, *unequal = workers
+    env = small.env | {"WITHOUT_GRAPHS": "1"}
+    growing = replace(small, name=f"{small.name}, without CUDA graphs", env=env, target="")
     one, two = served(setting, device, 1), served(setting, device, 2)
     with_mps = [replace(case, name=f"{case.name}, MPS", mps=True, left_out=why_no_mps(device)) for case in (one, two)]
-    return [large, trl, one, small, *passes, *unequal, batching, two, *with_mps]
+    return [large, trl, one, small, growing, *passes, *unequal, batching, two, *with_mps]
 
 
 def sizes(setting: Setting, rows: int, device: str) -> dict[str, str]:

@@ -52,7 +52,8 @@ def worker() -> None:
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     trainer, prompts, chance = get_trainer(), lengths("PROMPTS"), random.Random(0)
-    engine, size, made = transformers_engine(RolloutTrainer(trainer)), ROWS // len(prompts), 0
+    engine = transformers_engine(RolloutTrainer(trainer), deterministic="WITHOUT_GRAPHS" in os.environ)
+    size, made = ROWS // len(prompts), 0
     for step in range(1, STEPS + 1):
         waiting: list[PreparedGroup] = []
         for length in prompts:
