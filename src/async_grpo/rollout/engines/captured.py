@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from async_grpo.errors import reason_of
 from async_grpo.log import logger
-from async_grpo.rollout.engines.fixed_batch import FixedBatch, one_token_attention, shapes_of
+from async_grpo.rollout.engines.fixed_batch import FixedBatch, KeyValueMemory, one_token_attention, shapes_of
 
 LEAST_ROWS = 4
 LEAST_ROOM = 64  # tokens
+Shape = tuple[int, int, int, int]  # rows and tokens of a batch, and of a pass over a part of it
 PLACES = 4  # of weights, whose graphs are kept: there are three slots, and one more for `--delta-every`
 
 
@@ -33,14 +33,6 @@ def rounded(count: int, least: int) -> int:
     """Round up to a quarter of the power of two below it, and to a multiple of `least`."""
     step = max(least, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
-
-
-@dataclass(slots=True)
-class _Graphs:
-    """Of the weights at one place; a shape is rows and tokens."""
-
-    captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
-    warm: set[tuple[int, int]] = field(default_factory=set)  # ran once: what a kernel loads at first is there
 
 
 class DecodeSteps:
@@ -53,11 +45,17 @@ class DecodeSteps:
     def __init__(self, *, capture: bool) -> None:
         self._capture = capture
         self._said: set[str] = set()
-        self._batch: FixedBatch | None = None
-        self._shapes: list[tuple[Any, ...]] = []
-        self._graphs: OrderedDict[tuple[int, ...], _Graphs] = OrderedDict()  # by the addresses of all weights
-        self._pool: Any = None
         self._casts: dict[str, Tensor] = {}  # weights of linear layers, where precision is mixed
+        self._forget(None)
+
+    def _forget(self, memory: KeyValueMemory | None) -> None:
+        """Begin with other memory, of which there is no graph."""
+        self._memory = memory
+        self._batches: list[FixedBatch] = []  # in that memory, one at a time
+        self._logits_RV: Tensor | None = None
+        self._pool: Any = None
+        self._graphs: OrderedDict[tuple[int, ...], dict[Shape, torch.cuda.CUDAGraph]] = OrderedDict()
+        self._warm: set[Shape] = set()  # ran once: what a kernel loads at first is there
 
     def can(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
         """Whether the model's passes are known here, by the inputs that `generate` prepared; the log has it, once."""
@@ -79,27 +77,27 @@ class DecodeSteps:
         """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
         self._model, self._kwargs = model, kwargs
         self._rows, self._place = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
-        self._room_for(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_ROOM))
-        assert self._batch is not None
+        self._batch = self._batch_of(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_ROOM))
         self._batch.take(cache, mask_bL, positions_bL)
         self._cast_weights()
         where = tuple(it.data_ptr() for it in (*model.parameters(), *model.buffers()))
-        self._here = self._graphs.pop(where) if where in self._graphs else _Graphs()
-        self._graphs[where] = self._here
+        self._here = self._graphs.setdefault(where, {})
+        self._graphs.move_to_end(where)
         while len(self._graphs) > PLACES:  # an exporter that ended had other slots
             self._graphs.popitem(last=False)
 
-    def _room_for(self, cache: Cache, positions_bL: Tensor, rows: int, room: int) -> None:
-        """Make buffers that are large enough. The graphs of smaller ones go: they have other addresses."""
-        shapes = [*shapes_of(cache), positions_bL.shape[:-2]]
-        if self._batch is not None and self._shapes == shapes:
-            rows, room = max(rows, self._batch.most_rows), max(room, self._batch.most_room)
-            if (rows, room) == (self._batch.most_rows, self._batch.most_room):
-                return
-        self._batch, self._pool, self._shapes = None, None, shapes
-        self._graphs.clear()
-        gc.collect()  # their memory is needed
-        self._batch = FixedBatch(cache, positions_bL, rows, room, self._mixed())
+    def _batch_of(self, cache: Cache, positions_bL: Tensor, rows: int, room: int) -> FixedBatch:
+        """The smallest that has so many rows and tokens a row; where none has, one more in the same memory."""
+        kind = (*shapes_of(cache), positions_bL.shape[:-2], self._mixed())
+        if self._memory is None or self._memory.kind != kind or self._memory.tokens < rows * room:
+            self._forget(None)
+            gc.collect()  # what is forgotten makes room
+            self._memory = KeyValueMemory(cache, kind, rows * room, self._mixed())
+        fit = [batch for batch in self._batches if batch.most_rows >= rows and batch.most_room >= room]
+        if not fit:
+            fit = [FixedBatch(cache, positions_bL, rows, room, self._memory)]
+            self._batches += fit
+        return min(fit, key=lambda batch: batch.most_rows * batch.most_room)
 
     def _mixed(self) -> torch.dtype | None:
         """What mixed precision multiplies in."""
@@ -116,6 +114,7 @@ class DecodeSteps:
                     if part not in self._casts:
                         self._casts[part] = torch.empty_like(own, dtype=dtype, requires_grad=False)
                     self._casts[part].copy_(own)
+        torch.clear_autocast_cache()  # the prompts' own casts of the same weights
 
     def smaller_without(self, ended: int) -> bool:
         """Whether the passes have fewer rows without so many rows of the batch."""
@@ -123,42 +122,40 @@ class DecodeSteps:
 
     def select(self, stay: Tensor) -> None:
         """Keep these rows of the batch."""
-        assert self._batch is not None
         self._rows = len(stay)
         self._batch.select(stay)
 
     def step(self, sampled_b: Tensor) -> Tensor:
         """The logits `[b, V]` behind these tokens, in the model's dtype. The next step writes over them."""
-        assert self._batch is not None
         self._batch.tokens_R1[: self._rows, 0] = sampled_b
         self._place += 1
         room = min(rounded(self._place, LEAST_ROOM), self._batch.most_room)
-        shape = self._batch.rows, self._batch.room = rounded(self._rows, LEAST_ROWS), room
-        if self._capture and shape not in self._here.captured and shape in self._here.warm:
+        self._batch.rows, self._batch.room = rounded(self._rows, LEAST_ROWS), room
+        shape = (self._batch.most_rows, self._batch.most_room, self._batch.rows, self._batch.room)
+        if self._capture and shape not in self._here and shape in self._warm:
             self._add_graph(shape)
-        if shape in self._here.captured:
-            graph, logits_RV = self._here.captured[shape]
-            graph.replay()
+        if shape in self._here:
+            self._here[shape].replay()
         else:
-            self._here.warm.add(shape)
-            logits_RV = self._pass()
-        return logits_RV[: self._rows]
+            self._warm.add(shape)
+            self._pass()
+        assert self._logits_RV is not None
+        return self._logits_RV[: self._rows]
 
-    def _add_graph(self, shape: tuple[int, int]) -> None:
+    def _add_graph(self, shape: Shape) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits_RV = self._pass()
+                self._pass()
         except Exception as error:  # noqa: BLE001  # whatever the model does that no graph can do
             self._capture = False
             self._say(f"no more CUDA graphs, since one could not be made: {reason_of(error)}")
             return
         self._pool = graph.pool()
-        self._here.captured[shape] = graph, logits_RV
+        self._here[shape] = graph
 
-    def _pass(self) -> Tensor:
+    def _pass(self) -> None:
         """Compute kernel by kernel, or note the kernels of a graph."""
-        assert self._batch is not None
         mixed = torch.autocast(
             self._model.device.type, self._mixed(), enabled=self._mixed() is not None, cache_enabled=False
         )
@@ -167,7 +164,9 @@ class DecodeSteps:
             output = functional_call(self._model, self._casts, (), {**inputs, "return_dict": True}, tie_weights=False)
         self._batch.count_up()
         logits_RV: Tensor = output.logits[:, -1]
-        return logits_RV
+        if self._logits_RV is None or len(self._logits_RV) < len(logits_RV):
+            self._logits_RV = logits_RV.new_empty(self._batch.most_rows, logits_RV.shape[1])
+        self._logits_RV[: len(logits_RV)] = logits_RV  # one memory for all graphs, which are many
 
 
 def _why_not(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:

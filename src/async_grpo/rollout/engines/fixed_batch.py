@@ -22,22 +22,52 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION = "async_grpo_one_token"  # its name among the implementations of transformers
 
 
+class KeyValueMemory:
+    """Memory for keys and values that batches of other rows and lengths take in turn, at the same addresses.
+
+    Args:
+        like: a cache with these heads, widths and numbers.
+        kind: what the memory depends on besides its size, to be compared.
+        tokens: of all rows together.
+        dtype: of what is float32 in the cache; mixed precision multiplies in it.
+    """
+
+    def __init__(self, like: Cache, kind: tuple[Any, ...], tokens: int, dtype: torch.dtype | None) -> None:
+        self.kind, self.tokens = kind, tokens
+        self._layers = [
+            [
+                it.new_zeros(tokens * it.shape[1] * it.shape[3], dtype=dtype if it.dtype == torch.float32 else it.dtype)
+                for it in (layer.keys, layer.values)
+            ]
+            for layer in like.layers
+        ]
+
+    def layer(self, index: int, like: DynamicLayer, rows: int, room: int) -> list[Tensor]:
+        """Keys and values `[rows, heads, room, width]`."""
+        return [
+            memory[: rows * room * it.shape[1] * it.shape[3]].view(rows, it.shape[1], room, it.shape[3])
+            for memory, it in zip(self._layers[index], (like.keys, like.values), strict=True)
+        ]
+
+
 class FixedBatch:
     """Tokens, positions, mask, keys and values of the rows, and what the next pass is over.
 
     Args:
-        like: the cache of the prompts; keys and values take its shapes.
+        like: the cache of the prompts; keys and values have its shapes.
         positions_bL: of the prompts, `[3, b, L]` for some models.
-        dtype: of keys and values that are float32; mixed precision multiplies them in it.
     """
 
-    def __init__(self, like: Cache, positions_bL: Tensor, rows: int, room: int, dtype: torch.dtype | None) -> None:
+    def __init__(self, like: Cache, positions_bL: Tensor, rows: int, room: int, memory: KeyValueMemory) -> None:
         self.most_rows, self.most_room = self.rows, self.room = rows, room
         self.place = torch.zeros((), dtype=torch.long, device=positions_bL.device)  # of the tokens in their rows
         self.tokens_R1 = positions_bL.new_zeros(rows, 1, dtype=torch.long)
         self.positions_R1 = positions_bL.new_zeros(*positions_bL.shape[:-2], rows, 1)
         self._mask_RL = torch.ones(rows, room, dtype=torch.bool, device=positions_bL.device)
-        self._layers = [_FixedLayer(layer, self, dtype) for layer in like.layers]
+        self._layers = [
+            _FixedLayer(self, layer.is_sliding, *memory.layer(index, layer, rows, room))
+            for index, layer in enumerate(like.layers)
+        ]
         self.cache = Cache(layers=[*self._layers])
 
     def take(self, cache: Cache, mask_bL: Tensor | None, positions_bL: Tensor) -> None:
@@ -77,16 +107,9 @@ class FixedBatch:
 class _FixedLayer(CacheLayerMixin):
     is_compileable = True  # so that transformers makes whole masks, of one shape
 
-    def __init__(self, like: DynamicLayer, batch: FixedBatch, dtype: torch.dtype | None) -> None:
+    def __init__(self, batch: FixedBatch, is_sliding: bool, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self._batch, self.is_sliding = batch, like.is_sliding
-        self.keys, self.values = (
-            it.new_zeros(
-                batch.most_rows, it.shape[1], batch.most_room, it.shape[3],
-                dtype=dtype if it.dtype == torch.float32 else None,
-            )
-            for it in (like.keys, like.values)
-        )  # fmt: skip
+        self._batch, self.is_sliding, self.keys, self.values = batch, is_sliding, keys, values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
