@@ -67,7 +67,7 @@ def decoding_loop(model: Any, prompts: list[list[int]], tokens: int, steps: Deco
 
 
 def work_of_passes(loop: SamplingLoop, passes: int) -> list[Work]:
-    """Of the next passes, without sampling."""
+    """Run the next passes, without sampling."""
     found = []
     for _ in range(passes):
         with torch.no_grad(), Work() as work:
@@ -77,7 +77,7 @@ def work_of_passes(loop: SamplingLoop, passes: int) -> list[Work]:
 
 
 def work_of_a_token(loop: SamplingLoop) -> Work:
-    """Of one token more: sampling, the test for the end, and a pass."""
+    """Decode one token more: sampling, the test for the end, and a pass."""
     with torch.no_grad(), Work() as work:
         loop.step()
     return work

@@ -27,8 +27,8 @@ def drawn_on(device: torch.device) -> Draw:
 
 def _wrong(draw: Draw, device: torch.device, rows: int = 64) -> str | None:
     """Try it, also where most tokens are ruled out; what it does not do as `drawn` does."""
-    logits_bV = torch.randn((rows, 5000), device=device)
-    ruled_out = torch.rand(logits_bV.shape, device=device) < 0.9
+    logits_bV = torch.randn((rows, 5000), dtype=torch.float32, device=device)
+    ruled_out = torch.rand(logits_bV.shape, dtype=torch.float32, device=device) < 0.9
     for scores_bV in (logits_bV, logits_bV.masked_fill(ruled_out, float("-inf"))):
         sampled_b, logprobs_b = draw(logits_bV, scores_bV, 0.7)
         if not bool(scores_bV.gather(1, sampled_b[:, None]).isfinite().all()):

@@ -90,7 +90,7 @@ class FixedBatch:
             part[: len(stay)] = part[stay]
 
     def inputs(self) -> dict[str, Any]:
-        """Of `prepare_inputs_for_generation`, for the pass that comes."""
+        """Inputs of `prepare_inputs_for_generation`, for the pass that comes."""
         return {
             "input_ids": self.tokens_R1[: self.rows],
             "attention_mask": self._mask_RL[: self.rows, : self.room],
@@ -143,7 +143,7 @@ class _FixedLayer(CacheLayerMixin):
         return self._batch.place
 
     def get_max_length(self) -> int:
-        """Of a row, in tokens."""
+        """Tokens of a row at most."""
         return self._batch.most_room
 
 
