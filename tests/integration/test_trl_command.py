@@ -16,10 +16,8 @@ from in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, trai
 from recorded_batches import replaying
 from trl.scripts import grpo
 
-from async_grpo.errors import AsyncGRPOError, UsageError
-from async_grpo.settings import flag_name
+from async_grpo.errors import AsyncGRPOError
 from async_grpo.setup.generated.trl_command import TRLCommand
-from async_grpo.setup.generated.trl_flags import argument_types, split
 from async_grpo.training.trl_trainer import fit
 
 pytestmark = pytest.mark.integration
@@ -139,6 +137,9 @@ def refused(call: Callable[[], Any]) -> str:
         (["--reward_funcs", "no_such"], "Could not load reward function 'no_such'. Expected one of ['accuracy_reward'"),
         (["--load_best_model_at_end", "--save_strategy", "steps"], "requires the save and eval strategy to match"),
         (["--learning_rat", "3", "--per_device_batch", "7"], "unrecognized arguments: --per_device_batch"),
+        (["--distribted"], "unrecognized arguments: --distribted. Did you mean distributed?"),
+        (["--num_processes", "2"], "unrecognized arguments: --num_processes. `trl grpo` passes it on to `accelerate"),
+        (["a_stray_word"], "unrecognized arguments: a_stray_word"),
     ],
 )
 def test_what_trl_refuses_is_refused_in_its_words(
@@ -172,27 +173,24 @@ def test_a_trl_that_makes_no_trainer(folder: Path, monkeypatch: pytest.MonkeyPat
         command_of(folder).trainer()
 
 
-def test_the_arguments_are_in_the_sources_where_we_read_them() -> None:
-    actions = [action for action in grpo.make_parser()._actions if action.dest != "help"]
-    assert argument_types().keys() == {action.dest for action in actions}, "setup/generated/trl_flags.py: _SOURCES"
-    for action in actions:
-        flag, *_ = (option for option in action.option_strings if option.startswith("--"))
-        values = {"+": ["a", "b"], "?": ["true"], None: ["true"], 0: []}[action.nargs]
-        taken = split([flag, *values, "--max-staleness"], {"--max-staleness"})
-        assert taken.trl == [flag, *values] and taken.rest == ["--max-staleness"], flag
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rat: 1", "unrecognized arguments: --learning_rat. Did you mean learning_rate?"),
+        ("accelerate_config: fsdp2", "see --accelerate-config FILE"),
+        ("1: 2", "keywords must be strings"),
+    ],
+)
+def test_a_key_that_trl_does_not_have(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text(text)
+    assert said in refused(TRLCommand(["--config", "broken.yaml"], str(tmp_path)).trainer)
 
 
-def test_which_names_train_shares_with_trl() -> None:
+def test_flags_of_train_and_of_trl() -> None:
     from async_grpo.cli.compute.train import build_parser
 
-    shared = {action.dest for action in build_parser()._actions} & argument_types().keys()
-    assert shared == {"seed", "run_name", "log_level"}, "docs/trl_command.md lists them"
-    taken = split([text for name in shared for text in (flag_name(name), "1")], build_parser()._option_string_actions)
-    assert taken.trl == []
-
-
-def test_a_resume_from_a_checkpoint_of_trl_is_refused(folder: Path) -> None:
-    from async_grpo.setup.generated.trl_arguments import TRLArguments
-
-    with pytest.raises(UsageError, match="resume_from_checkpoint: --resume continues a run"):
-        TRLArguments.here(None, ["--resume_from_checkpoint", "x"])
+    theirs, ours = grpo.make_parser(), {action.dest for action in build_parser()._actions}
+    shared = ours & {action.dest for action in theirs._actions}
+    assert shared == {"help", "seed", "run_name", "log_level"}, "docs/trl_command.md lists them"
+    flags = theirs._option_string_actions
+    assert {flag.replace("_", "-") for flag in flags} <= set(flags), "as train passes them on"

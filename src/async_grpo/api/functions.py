@@ -19,7 +19,7 @@ from async_grpo.errors import SetupFileError
 from async_grpo.rundir.folders import require_text
 from async_grpo.setup.generated import write_setup_file
 from async_grpo.setup.generated.sent_function import pickled, setup_file_for
-from async_grpo.setup.generated.trl_arguments import environment, is_yaml
+from async_grpo.setup.generated.trl_command import contents, is_yaml
 from async_grpo.setup.replaced import patched_here
 from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file
 
@@ -81,7 +81,7 @@ def _named(text: str) -> Path:
         return _importing(module, function)
     path = Path(text).expanduser().absolute()
     if is_yaml(path):
-        environment(path)  # refuses what the command would
+        contents(path)  # refuses what the command would
     else:
         check_setup_file(path)
     return path

@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, flag_name, log_level, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
-from async_grpo.setup.generated.trl_arguments import set_environment, setup_file_of_run
+from async_grpo.setup.generated.trl_command import set_environment, setup_file_of_run
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")

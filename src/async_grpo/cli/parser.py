@@ -80,13 +80,9 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return super().format_help().replace(super().format_usage(), self.format_usage(), 1)
 
-    def known(self) -> Iterable[str]:
-        """The options that there are."""
-        return self._option_string_actions
-
     def hint(self, unknown: str) -> str:
         """What to say of an option that there is not."""
-        return nearest(unknown, self.known())
+        return nearest(unknown, self._option_string_actions)
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.settings import TrainingSettings
-from async_grpo.setup.generated.trl_arguments import setup_file_of_run
+from async_grpo.setup.generated.trl_command import setup_file_of_run
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.setup_file import load_trainer

@@ -24,7 +24,7 @@ from async_grpo.rundir.place import FolderPlace
 from async_grpo.rundir.refusal import write_refusal
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
-from async_grpo.setup.generated.trl_arguments import setup_file_of_run
+from async_grpo.setup.generated.trl_command import setup_file_of_run
 from async_grpo.setup.library_warnings import show_library_warnings
 from async_grpo.setup.overrides import check_overrides
 from async_grpo.setup.process import (

@@ -21,7 +21,7 @@ from async_grpo.settings import (
     positive,
     seed_number,
 )
-from async_grpo.setup.generated.trl_arguments import setup_file
+from async_grpo.setup.generated.trl_command import setup_file
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.plan import DEFAULT_SEEDS, OWN_OPTIONS, Sweep, name_of
 

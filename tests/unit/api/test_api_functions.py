@@ -58,8 +58,8 @@ def test_a_yaml_file_of_trl_is_read_and_changes_nothing_here(tmp_path: Path, mon
     (tmp_path / "grpo.yaml").write_text("model_name_or_path: m\nenv: {OF_A_YAML_FILE: 1}")
     assert setup_of(tmp_path / "grpo.yaml") == (tmp_path / "grpo.yaml", None)
     assert "OF_A_YAML_FILE" not in os.environ
-    (tmp_path / "grpo.yaml").write_text("model_name: m")
-    with pytest.raises(UsageError, match=r"unrecognized arguments: --model_name\. Did you mean"):
+    (tmp_path / "grpo.yaml").write_text("- m")
+    with pytest.raises(UsageError, match="must contain a YAML mapping"):
         setup_of(tmp_path / "grpo.yaml")
 
 

@@ -129,7 +129,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "rollout/endpoint/doors.py": "/proc",
     "roles/replay.py": "the weights that it has just written",
     "setup/accelerate_config.py": "named by the user",
-    "setup/generated/trl_arguments.py": "named by the user",
+    "setup/generated/trl_command.py": "named by the user",
     "setup/grpo_config/values.py": "sources of TRL and transformers, and what the user names",
     "setup/image_files.py": "images of the user's dataset",
     "setup/setup_file.py": "named by the user",

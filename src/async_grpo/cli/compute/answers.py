@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.run_options import recall
 from async_grpo.settings import TrainingSettings, as_sets
-from async_grpo.setup.generated.trl_arguments import setup_file
+from async_grpo.setup.generated.trl_command import setup_file
 
 _CONFIGS = ("config.json", "adapter_config.json")  # one is in each folder that has weights
 

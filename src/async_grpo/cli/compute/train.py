@@ -53,6 +53,7 @@ def build_parser() -> Parser:
         help=f"Python file with get_trainer(), or a YAML file of `trl grpo` (default: {options.DEFAULT_CONFIG}); "
         "instead of a file, or with the YAML file, the arguments of `trl grpo`",
     )
+    parser.add_argument("--config", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as TRL names it
     parser.add_argument("--device", "-d", help="one process on this GPU index, or 'cpu'")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no run"

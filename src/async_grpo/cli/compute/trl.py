@@ -4,58 +4,51 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from async_grpo.cli.parser import Parser
-from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RunState
-from async_grpo.setup.generated.trl_arguments import TRLArguments, is_yaml, set_environment
-from async_grpo.setup.generated.trl_flags import argument_types, split, what_it_is
+from async_grpo.setup.generated.trl_command import called_here, is_called_with, is_yaml, write
+from async_grpo.setup.grpo_config.values import field_types
 
 
 class TrainParser(Parser):
-    """Also takes the flags of `trl grpo`, as `trl_arguments`. A name that both have is ours."""
+    """Leaves the flags that it does not have to TRL, as `trl_arguments`, where a YAML file or a model is named."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parts = split(sys.argv[1:] if args is None else args, self._option_string_actions)
-        found, unknown = super().parse_known_args(parts.rest, namespace)
-        found.trl_arguments = parts.trl
-        return found, unknown
-
-    def known(self) -> Iterable[str]:
-        return [*super().known(), *(f"--{name}" for name in argument_types())]
+        # argparse takes "" for the file: without it, the value of a flag of TRL
+        found, rest = super().parse_known_args(["", *(sys.argv[1:] if args is None else args)], namespace)
+        if found.config == Path() and rest and not rest[0].startswith("-"):
+            found.config = Path(rest.pop(0))
+        elif found.config == Path():  # nor --config, as TRL's command names the file
+            found.config, found.given = self.get_default("config"), found.given - {"config"}
+        named = "config" in found.given
+        theirs = is_yaml(found.config) if named else any(text.startswith("--model-name") for text in rest)
+        found.trl_arguments = rest if theirs and not found.resume else []
+        return found, rest[len(found.trl_arguments) :]
 
     def hint(self, unknown: str) -> str:
-        return what_it_is(unknown.removeprefix("--").replace("-", "_")) or super().hint(unknown)
+        if (name := unknown.lstrip("-").replace("-", "_")) in field_types():
+            return f". With a Python file, or --resume, it is --set {name}=VALUE"
+        return super().hint(unknown) or ". Flags of `trl grpo` go with its YAML file, or with --model_name_or_path"
 
 
 def use_arguments(args: argparse.Namespace, begun: RunState | None) -> None:
     """Where the command line is TRL's, make `args.config` the setup file for it, and `args.trl` the record of it.
 
     Args:
-        begun: the run to be resumed, perhaps with the same file and flags.
+        begun: the run to be resumed, perhaps with the same file.
 
     Raises:
-        UsageError: TRL would refuse it, or it does not go with what else is asked for.
+        UsageError: a file or a flag that cannot be used.
     """
     flags: list[str] = getattr(args, "trl_arguments", [])  # `train` alone takes them
     file: Path | None = args.config if "config" in args.given else None
-    if flags and (args.resume or (file is not None and not is_yaml(file))):
-        raise UsageError(_no_use_for(flags[0], args))
-    if (file is None and not flags) or (file is not None and not is_yaml(file)):
+    if not flags and (file is None or not is_yaml(file)):
         return
-    trl = None if begun is None else TRLArguments.of_run(begun)
-    if trl is None or file is None or not trl.names(file):
-        trl = TRLArguments.here(file, flags)
-    set_environment(trl.arguments)
-    args.trl, args.config = trl, trl.write()
-
-
-def _no_use_for(flag: str, args: argparse.Namespace) -> str:
-    """Why an argument of TRL is refused with a setup file of ours, or with a resume."""
-    change = "--set NAME=VALUE gives a field of the GRPOConfig another value"
-    if args.resume:
-        return f"{flag}: a resumed run keeps the arguments of TRL that it was begun with. {change}."
-    return f"{flag} is an argument of `trl grpo`, and {args.config} is a Python file, which does not read it. {change}."
+    if file is not None and begun is not None and is_called_with(begun.plan.trl, file):
+        args.given -= {"config"}  # so the run keeps its arguments
+        return
+    args.trl = called_here(file, flags)
+    args.config = write(args.trl)

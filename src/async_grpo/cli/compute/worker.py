@@ -10,7 +10,7 @@ from async_grpo.cli import options
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import WorkerSettings, log_level, positive
 from async_grpo.setup.devices import CPU, choose_device
-from async_grpo.setup.generated.trl_arguments import setup_file
+from async_grpo.setup.generated.trl_command import setup_file
 from async_grpo.setup.generator_choice import HF, choose_generator, installed
 
 EXAMPLES = """\

@@ -11,7 +11,7 @@ from pathlib import Path
 from async_grpo.cli import options
 from async_grpo.errors import UsageError
 from async_grpo.settings import LaunchSettings, TrainingSettings
-from async_grpo.setup.generated.trl_arguments import setup_file
+from async_grpo.setup.generated.trl_command import setup_file
 
 EXAMPLES = """\
   async-grpo doctor                             this machine, and worker/ as the run directory

@@ -1,7 +1,7 @@
 """Setup files that Async-GRPO writes, for trainers that the user has in another form: they lie in the user's cache.
 
-`trl_flags` tells TRL's flags from ours, `trl_arguments` writes the file for them, `trl_command` builds their trainer;
-`sent_function` is for a function that has no file. Without torch, but for `trl_command` when it builds.
+`trl_command` is for the arguments of `trl grpo`, `sent_function` for a function that has no file. Without torch, until
+`trl_command` builds the trainer.
 """
 
 from __future__ import annotations
