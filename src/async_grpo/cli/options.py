@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, flag_name, log_level, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
-from async_grpo.setup.generated.trl_command import set_environment, setup_file_of_run
+from async_grpo.setup.generated.trl_command import setup_file_of_run
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
@@ -45,7 +45,7 @@ def run_to_resume(args: argparse.Namespace) -> RunState | None:
 def resumed(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
     """The arguments of `--resume`: what the command line leaves out is as the run was begun. Says what it changes."""
     recalled = run_options.recall(state, given(args))
-    begun = {} if "config" in args.given else {"config": _begun_with(state), "trl": state.plan.trl}
+    begun = {} if "config" in args.given else {"config": setup_file_of_run(state), "trl": state.plan.trl}
     found = argparse.Namespace(**{**vars(args), **recalled.options, **begun})
     for change in [*run_options.config_change(state, found.config), *recalled.changes]:
         print(printable(f"resuming run {state.run_id}: {change}"))
@@ -60,13 +60,6 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def _anywhere(value: Any) -> Any:
     """A path as an absolute one: a resume may be started in another folder."""
     return value.absolute() if isinstance(value, Path) else value
-
-
-def _begun_with(state: RunState) -> Path:
-    """The setup file of the run; what it wants in the environment is set."""
-    if state.plan.trl is not None:
-        set_environment(state.plan.trl.arguments)
-    return setup_file_of_run(state)
 
 
 def nothing_to_do(args: argparse.Namespace, state: RunState) -> bool:

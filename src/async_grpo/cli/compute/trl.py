@@ -9,7 +9,7 @@ from typing import Any
 
 from async_grpo.cli.parser import Parser
 from async_grpo.rundir.paths import RunState
-from async_grpo.setup.generated.trl_command import called_here, is_called_with, is_yaml, write
+from async_grpo.setup.generated.trl_command import called_here, is_called_with, is_yaml, set_environment, write
 from async_grpo.setup.grpo_config.values import field_types
 
 
@@ -45,10 +45,10 @@ def use_arguments(args: argparse.Namespace, begun: RunState | None) -> None:
     """
     flags: list[str] = getattr(args, "trl_arguments", [])  # `train` alone takes them
     file: Path | None = args.config if "config" in args.given else None
-    if not flags and (file is None or not is_yaml(file)):
-        return
-    if file is not None and begun is not None and is_called_with(begun.plan.trl, file):
-        args.given -= {"config"}  # so the run keeps its arguments
-        return
-    args.trl = called_here(file, flags)
-    args.config = write(args.trl)
+    call = None if begun is None else begun.plan.trl
+    if call is not None and (file is None or is_called_with(call, file)):
+        set_environment(call.arguments)
+        args.given -= {"config"}  # the run keeps its arguments
+    elif flags or (file is not None and is_yaml(file)):
+        args.trl = called_here(file, flags)
+        args.config = write(args.trl)

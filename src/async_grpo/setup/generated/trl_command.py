@@ -39,10 +39,7 @@ _TEXT = '''"""The setup file that `async-grpo` wrote for the arguments of `trl g
 
 from async_grpo.setup.generated.trl_command import TRLCommand
 
-get_trainer = TRLCommand(
-    {arguments},
-    directory={directory!r},
-).trainer
+get_trainer = TRLCommand({arguments!r}, directory={directory!r}).trainer
 '''
 
 
@@ -58,17 +55,15 @@ def called_here(config: Path | None, flags: Sequence[str] = ()) -> TRLCall:
     return TRLCall([*named, *flags], str(Path.cwd()))
 
 
-def is_called_with(call: TRLCall | None, file: Path) -> bool:
+def is_called_with(call: TRLCall, file: Path) -> bool:
     """Whether it names this YAML file, however it is spelled."""
-    named = None if call is None else _yaml_file(call.arguments)
-    return named is not None and named.resolve() == file.resolve()
+    return (named := _yaml_file(call.arguments)) is not None and named.resolve() == file.resolve()
 
 
 def write(call: TRLCall) -> Path:
     """The setup file."""
-    file, lines = _yaml_file(call.arguments), "".join(f"        {argument!r},\n" for argument in call.arguments)
-    text = _TEXT.format(arguments=f"[\n{lines}    ]", directory=call.directory)
-    return write_setup_file("trl_grpo" if file is None else f"trl_{file.stem}", text)
+    name = "trl_grpo" if (file := _yaml_file(call.arguments)) is None else f"trl_{file.stem}"
+    return write_setup_file(name, _TEXT.format(arguments=call.arguments, directory=call.directory))
 
 
 def is_yaml(path: Path) -> bool:
@@ -111,10 +106,8 @@ def contents(path: Path) -> dict[str, Any]:
         raise UsageError(f"Setup file not found: {path}\nGive a YAML file of `trl grpo`, or a Python file.")
     try:
         config = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         raise UsageError(f"{path} is not valid YAML: {_place_and_problem(error)}") from None
-    except RecursionError:
-        raise UsageError(f"{path} is not valid YAML: it is nested too deeply.") from None
     if not isinstance(config, dict):
         raise UsageError(f"Config file {path} must contain a YAML mapping.")
     env = config.get("env", {})
@@ -176,7 +169,7 @@ class TRLCommand:
         trainer.add_callback(_end_as_trl_does(trainer, parsed[0].dataset_name))
         return trainer
 
-    def _parsed(self, grpo: Any) -> Sequence[Any]:
+    def _parsed(self, grpo: Any) -> list[Any]:
         """Script, GRPO, model and dataset arguments. As `TrlParser.parse_args_and_config`, but unknown names first."""
 
         def refuse(message: str) -> NoReturn:
@@ -193,8 +186,7 @@ class TRLCommand:
                 refuse(_unrecognized(unknown[0], names))
             if unknown := parser.parse_known_args(flags)[1]:
                 refuse(_unrecognized(unknown[0], [*names, *DECLARED, "distributed"]))
-            parsed: Sequence[Any] = parser.parse_args_into_dataclasses(flags)
-            return parsed
+            return list(parser.parse_args_into_dataclasses(flags))
         except AsyncGRPOError:
             raise
         except (TypeError, ValueError) as error:  # TypeError: a key of the YAML file is no text
