@@ -9,13 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from runs import ROOT, SETUP, command, steps_logged
+from trl import GRPOTrainer
 
 from async_grpo.credit import PPOTrainer
 from async_grpo.roles.replay import checkpoint_digest
 from async_grpo.setup.setup_file import load_trainer
-from async_grpo.tasks import MultiTask
+from async_grpo.tasks import score
 from async_grpo.verl_keys import Keys, planned
 from async_grpo.verl_keys.keys import ACTOR, ROLLOUT
+from async_grpo.verl_keys.trainer import trainer_from
 
 pytestmark = pytest.mark.integration
 
@@ -53,18 +55,23 @@ def test_the_setup_file_makes_the_trainer_of_the_keys(folder: Path) -> None:
         {"data_source": "math__sums", "prompt": prompt, "reward_model": {"ground_truth": "2"}} for prompt in prompts
     ]
     pq.write_table(pa.Table.from_pylist(held_out), "math__held_out.parquet")
-    more = (f"{ROLLOUT}.n=2", "trainer.total_epochs=3", "data.filter_overlong_prompts=true", "mtl.method=equal")
+    more = (f"{ROLLOUT}.n=2", "trainer.total_epochs=3", "data.filter_overlong_prompts=true", "mtl.method=pcgrad")
     evaluated = ("data.val_files=math__held_out.parquet", "data.val_max_samples=10", "trainer.test_freq=5")
     stops = ("trainer.early_stopping_patience=2",)
     run = planned(Keys.read([*LEAST, TASKS, f"{ACTOR}.ppo_mini_batch_size=8", *more, *evaluated, *stops]), lambda: 0)
     run.write()
     trainer = load_trainer(run.setup_file)
     assert isinstance(trainer, PPOTrainer)
-    assert isinstance(trainer, MultiTask)
+    assert trainer.mtl == "pcgrad"
     passes = len(trainer.get_train_dataloader()) // trainer.args.gradient_accumulation_steps
     assert 3 * passes == trainer.args.max_steps == 3 * 20 * 2
     assert {task: rows["prompt"] for task, rows in trainer.eval_dataset.items()} == {"math": ["1+1="] * 10}
-    assert run.resumes
+
+
+def test_grpo_and_an_argument_that_takes_the_place_of_the_keys(folder: Path) -> None:
+    keys = Keys.read([*LEAST, TASKS, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "mtl.enabled=false"])
+    trainer = trainer_from(planned(keys, lambda: 0).keys.given, reward_funcs=[score, score])
+    assert (type(trainer), trainer.scale_rewards, len(trainer.reward_funcs)) == (GRPOTrainer, "group", 2)
 
 
 @pytest.mark.slow

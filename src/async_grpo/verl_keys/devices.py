@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted
@@ -12,16 +14,10 @@ from async_grpo.verl_keys.keys import ROLLOUT, Keys
 
 _TRAIN = "async.trainer_gpus_per_node"
 FSDP2 = """\
-compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
-num_machines: 1
 num_processes: {ranks}
-machine_rank: 0
 gpu_ids: {gpus}
 mixed_precision: "no"
-main_training_function: main
-same_network: true
-use_cpu: false
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
@@ -43,32 +39,14 @@ class Devices:
 
     @classmethod
     def of(cls, keys: Keys, visible: Callable[[], int]) -> Devices:
-        """The share of each.
-
-        Args:
-            visible: counts the GPUs of this machine.
-
-        Raises:
-            UsageError: there are not as many, or none would be left.
-        """
-        if keys["trainer.nnodes"] > 1 and keys[f"{ROLLOUT}.tensor_model_parallel_size"] > 1:
-            raise UsageError(
-                f"{ROLLOUT}.tensor_model_parallel_size={keys[f'{ROLLOUT}.tensor_model_parallel_size']} is of a vLLM "
-                "server, which only a run on one machine has: take trainer.nnodes=1, or leave it out."
-            )
+        """The share of each, of the GPUs that `visible` counts. `UsageError`: they are too few."""
         device, asked = keys["trainer.device"], keys["trainer.n_gpus_per_node"]
         there = 0 if device == CPU else visible()
-        if not there:
-            if device != CPU and (device or asked):
-                wanted = f"trainer.n_gpus_per_node={asked}" if asked else f"trainer.device={device}"
-                raise UsageError(
-                    f"{wanted}, and this machine has no GPU. trainer.device=cpu tries a small model without one."
-                )
-            return cls(0, 0, 1, "the CPU trains and generates")
-        gpus = asked or there
+        gpus = 0 if device == CPU else asked or max(there, int(device is not None))
         if gpus > there:
-            raise UsageError(f"trainer.n_gpus_per_node={gpus}, and this machine has {there}. Take {there}.")
-        return cls._shared(keys, gpus)
+            wanted = f"trainer.n_gpus_per_node={asked}" if asked else f"trainer.device={device}"
+            raise UsageError(f"{wanted}, and this machine has {there or 'no GPU'}. trainer.device=cpu needs none.")
+        return cls._shared(keys, gpus) if gpus else cls(0, 0, 1, "the CPU trains and generates")
 
     @classmethod
     def _shared(cls, keys: Keys, gpus: int) -> Devices:
@@ -90,30 +68,19 @@ class Devices:
     def ranks(self) -> int:
         return max(1, self.trainers)
 
-    def of_other_nodes(self, nodes: int) -> list[str]:
-        """Options of `train` for a run over several machines: on the others each GPU has a worker."""
-        if nodes == 1:
-            return []
-        each = ["--workers-per-node", str(self.trainers + self.generators)] if self.trainers else []
-        return ["--ray", "auto", "--nodes", str(nodes), *each]
-
-    def accelerate(self) -> str | None:
-        """A configuration of accelerate that shards the trainer; None: it is one process."""
-        if self.ranks == 1:
-            return None
-        return FSDP2.format(ranks=self.ranks, gpus=",".join(map(str, range(self.ranks))))
-
-    def flags(self, accelerate: str) -> list[str]:
-        """Options of `train`, `accelerate` being the file of the configuration."""
+    def options(self, nodes: int, accelerate: Path) -> dict[str, Any]:
+        """Options of `train` by name, `accelerate` being the file of the configuration."""
+        # On other machines each GPU has a worker.
+        others = {"ray": "auto", "nodes": nodes, "workers_per_node": self.trainers + self.generators or None}
+        options = others if nodes > 1 else {}
         if not self.trainers:
-            return ["--master-device-id", CPU]
-        if not self.generators:
-            return ["--master-device-id", "0", "--worker-device-ids", "0"]
-        others = [str(gpu) for gpu in range(self.trainers, self.trainers + self.generators)]
-        flags = ["--worker-device-ids", others[0] if self.of_a_server > 1 else ",".join(others)]
+            return {"master_device_id": CPU, **options}
+        generating = [*range(self.trainers, self.trainers + self.generators)] or [0]
         if self.of_a_server > 1:
-            flags += ["--server-devices", ",".join(others[: self.of_a_server])]
+            options["server_devices"] = generating[: self.of_a_server]
+            generating = generating[:1]
+        options["worker_device_ids"] = generating
         if self.ranks == 1:
-            return ["--master-device-id", "0", *flags]
+            return {"master_device_id": 0, **options}
         # With --weights ipc the first GPU would have the published versions of the whole model beside its shard.
-        return [*flags, "--accelerate-config", accelerate, "--weights", "host"]
+        return {**options, "accelerate_config": accelerate, "weights": "host"}

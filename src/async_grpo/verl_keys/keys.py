@@ -7,9 +7,9 @@ The names and defaults are those of verl 0.9.1 (`trainer/config/_generated_ppo_t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.errors import UsageError
 from async_grpo.setup.typed_text import typed
@@ -17,99 +17,102 @@ from async_grpo.setup.typed_text import typed
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 
-KEYS: Mapping[str, tuple[type, Any]] = {  # type and default; None: it is left out, or decided here
-    "data.train_files": (str, None),
-    "data.val_files": (str, None),
-    "data.train_batch_size": (int, 1024),
-    "data.max_prompt_length": (int, 512),
-    "data.max_response_length": (int, 512),
-    "data.filter_overlong_prompts": (bool, False),
-    "data.val_max_samples": (int, -1),
-    "data.shuffle": (bool, True),
-    "data.seed": (int, None),
-    f"{MODEL}.path": (str, None),
-    f"{MODEL}.override_config.attn_implementation": (str, None),
-    f"{MODEL}.enable_gradient_checkpointing": (bool, True),
-    f"{ACTOR}.optim.lr": (float, 1e-6),
-    f"{ACTOR}.optim.lr_warmup_steps": (int, -1),
-    f"{ACTOR}.optim.weight_decay": (float, 0.01),
-    f"{ACTOR}.grad_clip": (float, 1.0),
-    f"{ACTOR}.ppo_mini_batch_size": (int, 256),
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": (int, None),
-    f"{ACTOR}.ppo_epochs": (int, 1),
-    f"{ACTOR}.clip_ratio": (float, 0.2),
-    f"{ACTOR}.clip_ratio_low": (float, None),
-    f"{ACTOR}.clip_ratio_high": (float, None),
-    f"{ACTOR}.clip_ratio_c": (float, 3.0),
-    f"{ACTOR}.loss_agg_mode": (str, "token-mean"),
-    f"{ACTOR}.entropy_coeff": (float, 0.0),
-    f"{ACTOR}.use_kl_loss": (bool, False),
-    f"{ACTOR}.kl_loss_coef": (float, 0.001),
-    f"{ROLLOUT}.name": (str, None),
-    f"{ROLLOUT}.n": (int, 1),
-    f"{ROLLOUT}.temperature": (float, 1.0),
-    f"{ROLLOUT}.top_p": (float, 1.0),
-    f"{ROLLOUT}.top_k": (int, -1),
-    f"{ROLLOUT}.gpu_memory_utilization": (float, 0.5),
-    f"{ROLLOUT}.tensor_model_parallel_size": (int, 1),
-    f"{ROLLOUT}.val_kwargs.n": (int, 1),
-    f"{ROLLOUT}.val_kwargs.do_sample": (bool, False),
-    f"{ROLLOUT}.val_kwargs.temperature": (float, 0.0),
-    f"{ROLLOUT}.val_kwargs.top_p": (float, 1.0),
-    f"{ROLLOUT}.val_kwargs.top_k": (int, -1),
-    "critic.model.path": (str, None),
-    "critic.optim.lr": (float, 1e-5),
-    "critic.cliprange_value": (float, 0.5),
-    "critic.grad_clip": (float, 1.0),
-    "algorithm.adv_estimator": (str, "gae"),
-    "algorithm.gamma": (float, 1.0),
-    "algorithm.lam": (float, 1.0),
-    "algorithm.norm_adv_by_std_in_grpo": (bool, True),
-    "algorithm.use_kl_in_reward": (bool, False),
-    "algorithm.kl_penalty": (str, "kl"),
-    "algorithm.kl_ctrl.type": (str, "fixed"),
-    "algorithm.kl_ctrl.kl_coef": (float, 0.001),
-    "algorithm.kl_ctrl.horizon": (int, 10000),
-    "algorithm.kl_ctrl.target_kl": (float, 0.1),
-    "mtl.enabled": (bool, None),
-    "mtl.method": (str, "equal"),
-    "mtl.num_tasks_expected": (int, None),
-    "mtl.ensure_all_tasks_per_step": (bool, True),
-    "trainer.total_epochs": (int, 30),
-    "trainer.total_training_steps": (int, None),
-    "trainer.nnodes": (int, 1),
-    "trainer.n_gpus_per_node": (int, None),
-    "trainer.device": (str, None),
-    "trainer.val_before_train": (bool, True),
-    "trainer.test_freq": (int, -1),
-    "trainer.save_freq": (int, -1),
-    "trainer.max_actor_ckpt_to_keep": (int, None),
-    "trainer.resume_mode": (str, "auto"),
-    "trainer.logger": (str, "console"),
-    "trainer.project_name": (str, "verl_examples"),
-    "trainer.experiment_name": (str, "gsm8k"),
-    "trainer.default_local_dir": (str, None),
-    "trainer.early_stopping_patience": (int, -1),
-    "trainer.early_stopping_threshold": (float, 0.0),
-    "async.trainer_gpus_per_node": (int, None),
+LOSSES = {  # verl's loss_agg_mode, and TRL's loss_type
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
 }
 
-CHOICES = {
-    f"{ACTOR}.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
-    f"{ROLLOUT}.name": ("vllm", "hf"),
-    "algorithm.adv_estimator": ("gae", "grpo"),
-    "algorithm.kl_penalty": ("kl", "abs", "mse", "low_var_kl"),
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "trainer.device": ("cuda", "cpu"),
-    "trainer.resume_mode": ("auto", "disable"),
+
+class Count(int):
+    """A whole number of at least 1."""
+
+
+class Key(NamedTuple):
+    """What a key may be, and where its value goes."""
+
+    kind: type | Collection[str]  # or the texts that it may be
+    default: Any  # None: it is left out, or decided here
+    field: str = ""  # of the configuration, which takes the value as it is
+
+
+KEYS: Mapping[str, Key] = {
+    "data.train_files": Key(str, None),
+    "data.val_files": Key(str, None),
+    "data.train_batch_size": Key(Count, 1024),
+    "data.max_prompt_length": Key(Count, 512),
+    "data.max_response_length": Key(Count, 512, "max_completion_length"),
+    "data.filter_overlong_prompts": Key(bool, False),
+    "data.val_max_samples": Key(int, -1),
+    "data.shuffle": Key(bool, True, "shuffle_dataset"),
+    "data.seed": Key(int, 42, "seed"),
+    f"{MODEL}.path": Key(str, None),
+    f"{MODEL}.override_config.attn_implementation": Key(str, None),
+    f"{MODEL}.enable_gradient_checkpointing": Key(bool, True, "gradient_checkpointing"),
+    f"{ACTOR}.optim.lr": Key(float, 1e-6, "learning_rate"),
+    f"{ACTOR}.optim.lr_warmup_steps": Key(int, -1),
+    f"{ACTOR}.optim.weight_decay": Key(float, 0.01, "weight_decay"),
+    f"{ACTOR}.grad_clip": Key(float, 1.0, "max_grad_norm"),
+    f"{ACTOR}.ppo_mini_batch_size": Key(Count, 256),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Key(Count, None),
+    f"{ACTOR}.ppo_epochs": Key(Count, 1, "num_iterations"),
+    f"{ACTOR}.clip_ratio": Key(float, 0.2),
+    f"{ACTOR}.clip_ratio_low": Key(float, None),
+    f"{ACTOR}.clip_ratio_high": Key(float, None),
+    f"{ACTOR}.clip_ratio_c": Key(float, 3.0, "delta"),
+    f"{ACTOR}.loss_agg_mode": Key(LOSSES, "token-mean"),
+    f"{ACTOR}.entropy_coeff": Key(float, 0.0, "entropy_coef"),
+    f"{ACTOR}.use_kl_loss": Key(bool, False),
+    f"{ACTOR}.kl_loss_coef": Key(float, 0.001),
+    f"{ROLLOUT}.name": Key(("vllm", "hf"), None),
+    f"{ROLLOUT}.n": Key(Count, 1, "num_generations"),
+    f"{ROLLOUT}.temperature": Key(float, 1.0, "temperature"),
+    f"{ROLLOUT}.top_p": Key(float, 1.0, "top_p"),
+    f"{ROLLOUT}.top_k": Key(int, -1),
+    f"{ROLLOUT}.gpu_memory_utilization": Key(float, 0.5),
+    f"{ROLLOUT}.tensor_model_parallel_size": Key(Count, 1),
+    f"{ROLLOUT}.val_kwargs.n": Key(Count, 1),
+    f"{ROLLOUT}.val_kwargs.do_sample": Key(bool, False),
+    f"{ROLLOUT}.val_kwargs.temperature": Key(float, 0.0),
+    f"{ROLLOUT}.val_kwargs.top_p": Key(float, 1.0),
+    f"{ROLLOUT}.val_kwargs.top_k": Key(int, -1),
+    "critic.model.path": Key(str, None, "critic_model"),
+    "critic.optim.lr": Key(float, 1e-5, "critic_learning_rate"),
+    "critic.cliprange_value": Key(float, 0.5, "cliprange_value"),
+    "critic.grad_clip": Key(float, 1.0, "critic_max_grad_norm"),
+    "algorithm.adv_estimator": Key(("gae", "grpo"), "gae"),
+    "algorithm.gamma": Key(float, 1.0, "gamma"),
+    "algorithm.lam": Key(float, 1.0, "lam"),
+    "algorithm.norm_adv_by_std_in_grpo": Key(bool, True),
+    "algorithm.use_kl_in_reward": Key(bool, False, "kl_in_reward"),
+    "algorithm.kl_penalty": Key(("kl", "abs", "mse", "low_var_kl"), "kl", "kl_penalty"),
+    "algorithm.kl_ctrl.type": Key(("fixed", "adaptive"), "fixed", "kl_ctrl"),
+    "algorithm.kl_ctrl.kl_coef": Key(float, 0.001),
+    "algorithm.kl_ctrl.horizon": Key(int, 10000, "horizon"),
+    "algorithm.kl_ctrl.target_kl": Key(float, 0.1, "target_kl"),
+    "mtl.enabled": Key(bool, None),
+    "mtl.method": Key(str, "equal"),
+    "mtl.num_tasks_expected": Key(int, None),
+    "mtl.ensure_all_tasks_per_step": Key(bool, True),
+    "trainer.total_epochs": Key(Count, 30),
+    "trainer.total_training_steps": Key(Count, None),
+    "trainer.nnodes": Key(Count, 1),
+    "trainer.n_gpus_per_node": Key(Count, None),
+    "trainer.device": Key(("cuda", "cpu"), None),
+    "trainer.val_before_train": Key(bool, True),
+    "trainer.test_freq": Key(int, -1),
+    "trainer.save_freq": Key(int, -1),
+    "trainer.max_actor_ckpt_to_keep": Key(Count, None, "save_total_limit"),
+    "trainer.resume_mode": Key(("auto", "disable"), "auto"),
+    "trainer.logger": Key(str, "console", "report_to"),
+    "trainer.project_name": Key(str, "verl_examples"),
+    "trainer.experiment_name": Key(str, "gsm8k", "run_name"),
+    "trainer.default_local_dir": Key(str, None, "output_dir"),
+    "trainer.early_stopping_patience": Key(int, -1),
+    "trainer.early_stopping_threshold": Key(float, 0.0),
+    "async.trainer_gpus_per_node": Key(Count, None),
 }
-POSITIVE = (
-    *("data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.total_epochs"),
-    *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")),
-    *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "val_kwargs.n")),
-    *("trainer.total_training_steps", "trainer.nnodes", "trainer.n_gpus_per_node", "async.trainer_gpus_per_node"),
-    "trainer.max_actor_ckpt_to_keep",
-)
 
 ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {  # what else of verl is there with these values alone, and why
     f"{ACTOR}.kl_loss_type": (("low_var_kl", "k3"), "it is the estimator of TRL's loss"),
@@ -125,10 +128,7 @@ ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {  # what else of verl is ther
     "algorithm.filter_groups.enable": (("false",), "with adv_estimator=grpo give --filter-zero-variance"),
     "trainer.critic_warmup": (("0",), "the critic trains beside the policy from the first step"),
     "trainer.val_only": (("false",), "evaluate a checkpoint with async-grpo evaluate"),
-    "custom_reward_function.path": (
-        ("null",),
-        "a reward of your own is in a setup file: async_grpo.tasks.score.using({prefix: function})",
-    ),
+    "custom_reward_function.path": (("null",), "in the setup file give reward_funcs=[score.using({prefix: function})]"),
     "reward_model.enable": (("false",), "rewards are functions here: async_grpo.tasks.score.using"),
 }
 
@@ -145,20 +145,16 @@ WITHOUT_EFFECT: Mapping[str, str] = {  # what the line says, and keys, or beginn
     "FSDP2 shards the trainer over async.trainer_gpus_per_node GPUs": (
         f"actor_rollout_ref.nccl_timeout {_of('fsdp strategy ulysses_sequence_parallel_size', *_ROLES)}"
     ),
-    "it is of verl's engines and what they hold in memory": " ".join(
-        [
-            "global_profiler trainer.use_legacy_worker_impl",
-            _of("use_dynamic_bsz ppo_max_token_len_per_gpu use_torch_compile", *_ROLES),
-            _of("checkpoint profiler data_loader_seed shuffle", *_ROLES),
-            _of("use_remove_padding use_shm use_fused_kernels use_liger", MODEL),
-            "critic.model.use_remove_padding",
-            _of("mode dtype enforce_eager free_cache_engine load_format max_num_batched_tokens max_num_seqs", ROLLOUT),
-            _of("max_model_len enable_chunked_prefill enable_prefix_caching seed calculate_log_probs", ROLLOUT),
-            _of("log_prob_micro_batch_size log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", ROLLOUT),
-            _of("disable_log_stats engine_kwargs agent ignore_eos prompt_length response_length", ROLLOUT),
-            _of("layered_summon data_parallel_size", ROLLOUT),
-        ]
-    ),
+    "it is of verl's engines and what they hold in memory": f"""
+        global_profiler trainer.use_legacy_worker_impl critic.model.use_remove_padding
+        {_of("use_dynamic_bsz ppo_max_token_len_per_gpu use_torch_compile", *_ROLES)}
+        {_of("checkpoint profiler data_loader_seed shuffle", *_ROLES)}
+        {_of("use_remove_padding use_shm use_fused_kernels use_liger", MODEL)}
+        {_of("mode dtype enforce_eager free_cache_engine load_format max_num_batched_tokens max_num_seqs", ROLLOUT)}
+        {_of("max_model_len enable_chunked_prefill enable_prefix_caching seed calculate_log_probs", ROLLOUT)}
+        {_of("log_prob_micro_batch_size log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", ROLLOUT)}
+        {_of("disable_log_stats engine_kwargs agent ignore_eos prompt_length response_length", ROLLOUT)}
+        {_of("layered_summon data_parallel_size", ROLLOUT)}""",
     "the critic has the policy's batches and passes": _of(
         "ppo_micro_batch_size_per_gpu ppo_mini_batch_size forward_micro_batch_size ppo_epochs", "critic"
     ),
@@ -192,7 +188,7 @@ class Keys:
     """The values of all keys.
 
     Args:
-        given: the keys of the command line, typed.
+        given: those that are not the default, typed.
         without_effect: a sentence for each that changes nothing here.
     """
 
@@ -200,14 +196,26 @@ class Keys:
     without_effect: Sequence[str] = ()
 
     def __getitem__(self, name: str) -> Any:
-        return self.given.get(name, KEYS[name][1])
+        return self.given.get(name, KEYS[name].default)
+
+    @property
+    def is_ppo(self) -> bool:
+        return bool(self["algorithm.adv_estimator"] == "gae")
+
+    @property
+    def evaluates(self) -> bool:
+        return self["data.val_files"] is not None and self["trainer.test_freq"] > 0
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether each batch has each task: mtl.enabled decides, else whether there are several."""
+        return len(self["data.train_files"]) > 1 if self["mtl.enabled"] is None else bool(self["mtl.enabled"])
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> Keys:
         """Read `key=value`, `+key=value` and `++key=value`; of a key that comes twice, the last one counts.
 
-        Raises:
-            UsageError: an argument is none of these, a key is unknown, or its value cannot be used.
+        `UsageError`: an argument is none of these, a key is unknown, or its value cannot be used.
         """
         given: dict[str, Any] = {}
         idle: dict[str, str] = {}
@@ -217,27 +225,31 @@ class Keys:
             if not equals:
                 raise UsageError(f"{argument!r} is not key=value, such as trainer.total_epochs=3.")
             if name in KEYS:
-                given.pop(name, None)
-                given.update(_value(name, text))
+                given[name] = _value(name, text)
             elif name in ONLY:
                 _refuse_other(name, text)
             else:
                 idle[name] = _reason(name)
+        given = {name: value for name, value in given.items() if value is not None}
         return cls(given, [f"{name} has no effect here: {why}" for name, why in idle.items()])
 
 
-def _value(name: str, text: str) -> Iterator[tuple[str, Any]]:
-    """The key with its value; nothing for `null`, which leaves the default."""
-    kind, _ = KEYS[name]
+def _value(name: str, text: str) -> Any:
+    """The key's value; None for `null`, which leaves the default."""
+    kind = KEYS[name].kind
     if text.strip().lower() in ("null", "none"):
-        return
-    value = typed(name, text.strip().strip("'") if kind is str and text.strip()[:1] == "'" else text, kind)
-    if name in CHOICES and value not in CHOICES[name]:
+        return None
+    if kind in (bool, int, float):
+        return typed(name, text, kind)
+    if kind is Count:
+        if (count := typed(name, text, int)) < 1:
+            raise UsageError(f"{name} must be at least 1, got {count}.")
+        return count
+    value = typed(name, text.strip().strip("'") if text.strip()[:1] == "'" else text, str)
+    if not isinstance(kind, type) and value not in kind:
         more = "; verl's token-sum has no counterpart in TRL" if value == "token-sum" else ""
-        raise UsageError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}{more}.")
-    if name in POSITIVE and value < 1:
-        raise UsageError(f"{name} must be at least 1, got {value}.")
-    yield name, value
+        raise UsageError(f"{name} must be one of {', '.join(kind)}, got {value!r}{more}.")
+    return value
 
 
 def _refuse_other(name: str, text: str) -> None:

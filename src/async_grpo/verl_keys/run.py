@@ -1,175 +1,154 @@
-"""What the keys come to: a setup file, the options of `train`, and a few lines that say what will happen."""
+"""What the keys come to: a setup file, options of `train`, and a few lines that say what will happen."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 
 from async_grpo.errors import UsageError
+from async_grpo.evals.early_stopping import ImprovementWatch
 from async_grpo.formatting import counted
 from async_grpo.rundir.folders import check_own, make_folder
+from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import CPU
+from async_grpo.setup.generated import GENERATED
 from async_grpo.tasks import load
 from async_grpo.tasks.files import cut, files_by_task
-from async_grpo.verl_keys.devices import Devices
-from async_grpo.verl_keys.keys import ACTOR, MODEL, ROLLOUT, Keys
-from async_grpo.verl_keys.setup_text import RUN, SetupText, is_ppo
+from async_grpo.verl_keys.devices import FSDP2, Devices
+from async_grpo.verl_keys.keys import ACTOR, KEYS, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.steps import Steps, total_steps
 
-SETUP = "setup"  # folder of the setup file alone: what is beside a setup file is taken for a part of it
+TRACKERS = ("console", "tensorboard", "wandb")
+_TEXT = '''"""The trainer of these keys of verl. Arguments of it may follow KEYS below: `reward_funcs=[…]`."""
+
+from async_grpo.verl_keys.trainer import trainer_from
+
+KEYS = {{
+{keys}}}
+
+
+def get_trainer():
+    return trainer_from(KEYS)
+'''
 
 
 @dataclass(frozen=True, slots=True)
 class VerlRun:
-    """A run that has not begun.
+    """A run that has not begun."""
 
-    Args:
-        folder: of checkpoints; the run directory, and a folder for the setup file, are in it.
-        setup: the text of the setup file.
-        accelerate: that of a configuration of accelerate; None: the trainer is one process.
-        flags: options of `train`, but for the setup file and the run directory.
-        lines: what is printed before it begins.
-        patience, threshold: of early stopping; a patience of 0: none.
-        resumes: whether an unfinished run in the folder is continued.
-    """
-
-    folder: Path
-    setup: str
-    accelerate: str | None
-    flags: Sequence[str]
-    lines: Sequence[str]
-    patience: int
-    threshold: float
-    resumes: bool
+    keys: Keys  # with what was decided: absolute paths, devices, steps, trackers
+    options: Mapping[str, Any]  # of `train` by name, but for the setup file and the run directory
+    lines: Sequence[str]  # printed before it begins
 
     @property
-    def run_dir(self) -> Path:
-        return self.folder / RUN
+    def setup(self) -> str:
+        """The text of the setup file, which names all keys: another version's defaults do not change it."""
+        return GENERATED + _TEXT.format(keys="".join(f"    {name!r}: {self.keys[name]!r},\n" for name in KEYS))
 
     @property
     def setup_file(self) -> Path:
         """Named after its text: a later run with other keys leaves this one's file as it is."""
-        return self.folder / SETUP / f"main_ppo_{hashlib.sha256(self.setup.encode()).hexdigest()[:8]}.py"
-
-    @property
-    def accelerate_file(self) -> Path:
-        return accelerate_file(self.folder)
+        digest = hashlib.sha256(self.setup.encode()).hexdigest()[:8]
+        return _accelerate_file(self.keys).with_name(f"main_ppo_{digest}.py")
 
     def write(self) -> None:
         """Write the files. `RunDirError`: the folder is another user's, who could change what the run imports."""
-        check_own(self.folder.resolve())
+        check_own(_folder(self.keys).resolve())
         make_folder(self.setup_file.parent)
         self.setup_file.write_text(self.setup)
-        if self.accelerate is not None:
-            self.accelerate_file.write_text(self.accelerate)
+        if (ranks := self.keys["async.trainer_gpus_per_node"]) > 1:
+            gpus = ",".join(map(str, range(ranks)))
+            _accelerate_file(self.keys).write_text(FSDP2.format(ranks=ranks, gpus=gpus))
 
 
-def accelerate_file(folder: Path) -> Path:
-    return folder / SETUP / "accelerate.yaml"
+def run_dir(keys: Keys) -> RunDir:
+    return RunDir(_folder(keys) / "run")
+
+
+def watch_of(keys: Keys) -> ImprovementWatch:
+    """The rule that ends the run early; without trainer.early_stopping_patience it never does."""
+    patience, threshold = (keys[f"trainer.early_stopping_{name}"] for name in ("patience", "threshold"))
+    return ImprovementWatch(run_dir(keys).evaluations, max(0, patience), threshold)
 
 
 def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
     """What a run with these keys is.
 
-    Raises:
-        UsageError: a value cannot be used, or two do not go together; a file of rows cannot be read.
+    `UsageError`: a value cannot be used, or two do not go together; a file of rows cannot be read.
     """
     training = _files(keys["data.train_files"])
     if training is None or keys[f"{MODEL}.path"] is None:
         missing = f"{MODEL}.path" if training is not None else "data.train_files"
         raise UsageError(f"{missing} is needed: verl's default is a folder of its authors.")
     held_out = _files(keys["data.val_files"])
-    _refuse_contradictions(keys, held_out is not None)
+    _refuse_contradictions(keys)
     devices = Devices.of(keys, visible_gpus)
     steps = Steps.of(keys, devices.ranks)
     rows = load(training)
     total, whence = total_steps(keys, len(rows))
-    folder = _folder(keys)
-    setup = SetupText(
-        keys=keys,
-        steps=steps,
-        devices=devices,
-        total=total,
-        folder=folder,
-        training=training,
-        held_out=held_out,
-        has_tasks=is_multi_task(keys, len(training)),
-    )
+    decided = {
+        "data.train_files": training,
+        "data.val_files": held_out,
+        **{name: model_of(keys[name]) for name in (f"{MODEL}.path", "critic.model.path")},
+        "trainer.default_local_dir": str(_folder(keys)),
+        "trainer.total_training_steps": total,
+        "trainer.logger": trackers(keys),
+        "trainer.device": "cuda" if devices.trainers else CPU,
+        "async.trainer_gpus_per_node": devices.ranks,
+    }
+    complete = Keys({**keys.given, **decided})
+    others = keys["trainer.nnodes"] - 1
     lines = [
         *keys.without_effect,
-        *(f"{name} has no effect here: {why}" for name, why in _idle(keys, devices, has_tasks=setup.has_tasks)),
+        *(f"{name} has no effect here: {why}" for name, why in _idle(keys.given, complete)),
         f"devices: {devices.sentence}",
-        *_other_nodes(keys),
+        *([f"nodes: {counted(others, 'other machine')} on Ray, which only generate"] if others else []),
         f"batch: {steps.prompts:,} prompts × {counted(steps.completions, 'completion')}, "
         f"{counted(steps.updates, 'optimizer step')} for each step of verl",
         f"training: {steps.both(total)} ({whence})",
-        *_frequencies(keys, steps, evaluates=held_out is not None),
+        *_frequencies(keys, steps),
     ]
     if held_out is not None:
         lines += _seen_in_training(rows, load(held_out, separate=True))
-    return VerlRun(
-        folder=folder,
-        setup=setup.text(),
-        accelerate=devices.accelerate(),
-        flags=_flags(keys, steps, devices, total, folder, evaluates=held_out is not None),
-        lines=lines,
-        patience=max(0, keys["trainer.early_stopping_patience"]),
-        threshold=keys["trainer.early_stopping_threshold"],
-        resumes=keys["trainer.resume_mode"] == "auto",
-    )
+    return VerlRun(complete, _options(complete, steps, devices), lines)
 
 
-def _idle(keys: Keys, devices: Devices, *, has_tasks: bool) -> Iterator[tuple[str, str]]:
+def _idle(given: Iterable[str], keys: Keys) -> Iterator[tuple[str, str]]:
     """Keys that were given and change nothing beside the others, and why."""
-    never = keys["data.val_files"] is None or keys["trainer.test_freq"] <= 0
+    on_cpu = keys["trainer.device"] == CPU
     in_reward, is_fixed = keys["algorithm.use_kl_in_reward"], keys["algorithm.kl_ctrl.type"] == "fixed"
     both_sides = all(keys[f"{ACTOR}.clip_ratio_{side}"] is not None for side in ("low", "high"))
+    is_greedy = keys.evaluates and not keys[f"{ROLLOUT}.val_kwargs.do_sample"]
+    sampling = f"{ROLLOUT}.val_kwargs.temperature {ROLLOUT}.val_kwargs.top_*"
     of_evaluations = f"{ROLLOUT}.val_kwargs.* trainer.val_before_train data.val_max_samples"
     for is_idle, patterns, why in (
-        (not is_ppo(keys), "critic.* algorithm.gamma algorithm.lam", "algorithm.adv_estimator=grpo has no critic"),
-        (is_ppo(keys), "algorithm.norm_adv*", "it is of algorithm.adv_estimator=grpo"),
+        (not keys.is_ppo, "critic.* algorithm.gamma algorithm.lam", "algorithm.adv_estimator=grpo has no critic"),
+        (keys.is_ppo, "algorithm.norm_adv*", "it is of algorithm.adv_estimator=grpo"),
         (not in_reward, "algorithm.kl_*", "algorithm.use_kl_in_reward is false"),
         (in_reward and is_fixed, "algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "kl_ctrl.type is fixed"),
         (not keys[f"{ACTOR}.use_kl_loss"], f"{ACTOR}.kl_loss_coef", "use_kl_loss is false"),
         (both_sides, f"{ACTOR}.clip_ratio", "clip_ratio_low and clip_ratio_high are given"),
-        (not has_tasks, "mtl.method mtl.num_* mtl.ensure_*", "mtl.enabled is false, or there is one task"),
-        (never, of_evaluations, "nothing is evaluated"),
-        (
-            not never and not keys[f"{ROLLOUT}.val_kwargs.do_sample"],
-            f"{ROLLOUT}.val_kwargs.temperature {ROLLOUT}.val_kwargs.top_*",
-            "val_kwargs.do_sample is false, so evaluations are greedy",
-        ),
+        (not keys.has_tasks, "mtl.method mtl.num_* mtl.ensure_*", "mtl.enabled is false, or there is one task"),
+        (keys["data.val_files"] is None, "trainer.test_freq", "there are no data.val_files"),
+        (keys["trainer.test_freq"] <= 0, "data.val_files", "trainer.test_freq evaluates nothing"),
+        (not keys.evaluates, of_evaluations, "nothing is evaluated"),
+        (is_greedy, sampling, "val_kwargs.do_sample is false, so evaluations are greedy"),
         (keys["trainer.early_stopping_patience"] <= 0, "trainer.early_stopping_threshold", "there is no patience"),
         (keys["trainer.save_freq"] <= 0, "trainer.max_actor_ckpt_to_keep", "trainer.save_freq saves nothing"),
-        (
-            keys[f"{ROLLOUT}.name"] == "hf" or not devices.trainers,
-            f"{ROLLOUT}.gpu_memory_utilization",
-            "it is of vLLM on a GPU",
-        ),
-        (
-            not devices.trainers,
-            f"trainer.n_gpus_per_node async.* {ROLLOUT}.tensor_model_parallel_size",
-            "all is on the CPU",
-        ),
+        (keys[f"{ROLLOUT}.name"] == "hf" or on_cpu, f"{ROLLOUT}.gpu_memory_utilization", "it is of vLLM on a GPU"),
+        (on_cpu, f"trainer.n_gpus_per_node async.* {ROLLOUT}.tensor_model_parallel_size", "all is on the CPU"),
     ):
         if is_idle:
-            yield from ((name, why) for name in keys.given if any(fnmatchcase(name, it) for it in patterns.split()))
-
-
-def _other_nodes(keys: Keys) -> list[str]:
-    others = keys["trainer.nnodes"] - 1
-    return [f"nodes: {counted(others, 'other machine')} on Ray, which only generate"] if others else []
-
-
-def is_multi_task(keys: Keys, tasks: int) -> bool:
-    """Whether batches are made of tasks: mtl.enabled decides, else whether there are several."""
-    asked = keys["mtl.enabled"]
-    return tasks > 1 if asked is None else bool(asked)
+            yield from ((name, why) for name in given if any(fnmatchcase(name, it) for it in patterns.split()))
 
 
 def _seen_in_training(training: Dataset, held_out: Mapping[str, Dataset]) -> Iterator[str]:
@@ -196,70 +175,74 @@ def _files(text: str | None) -> dict[str, list[str]] | None:
     return {task: [str(path.absolute()) for path in paths] for task, paths in files_by_task(text).items()}
 
 
+def _accelerate_file(keys: Keys) -> Path:
+    """In a folder of the setup file alone: what is beside a setup file is taken for a part of it."""
+    return _folder(keys) / "setup" / "accelerate.yaml"
+
+
 def _folder(keys: Keys) -> Path:
     default = Path("checkpoints") / keys["trainer.project_name"] / keys["trainer.experiment_name"]
     return Path(keys["trainer.default_local_dir"] or default).expanduser().absolute()
 
 
-def _refuse_contradictions(keys: Keys, evaluates: bool) -> None:
-    served = keys[f"{ROLLOUT}.tensor_model_parallel_size"]
-    patience = keys["trainer.early_stopping_patience"]
+def _refuse_contradictions(keys: Keys) -> None:
+    in_reward, in_loss = keys["algorithm.use_kl_in_reward"], keys[f"{ACTOR}.use_kl_loss"]
+    engine, patience = f"{ROLLOUT}.tensor_model_parallel_size", "trainer.early_stopping_patience"
+    served = keys[engine] > 1
     for is_wrong, why in (
-        (
-            keys["algorithm.use_kl_in_reward"] and keys[f"{ACTOR}.use_kl_loss"],
-            f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss: there is one coefficient. Leave one of them out.",
-        ),
-        (
-            keys["algorithm.use_kl_in_reward"] and not is_ppo(keys),
-            f"algorithm.use_kl_in_reward needs algorithm.adv_estimator=gae. With grpo take {ACTOR}.use_kl_loss=true.",
-        ),
-        (
-            not is_ppo(keys) and keys[f"{ROLLOUT}.n"] == 1,
-            f"algorithm.adv_estimator=grpo compares completions of a prompt: give {ROLLOUT}.n at least 2.",
-        ),
-        (
-            served > 1 and keys[f"{ROLLOUT}.name"] == "hf",
-            f"{ROLLOUT}.tensor_model_parallel_size={served} needs {ROLLOUT}.name=vllm: it is of a vLLM server.",
-        ),
-        (
-            patience > 0 and not (evaluates and keys["trainer.test_freq"] > 0),
-            f"trainer.early_stopping_patience={patience} counts evaluations: give data.val_files and trainer.test_freq",
-        ),
+        (in_reward and in_loss, f"there is one coefficient: algorithm.use_kl_in_reward, or {ACTOR}.use_kl_loss."),
+        (in_reward and not keys.is_ppo, f"algorithm.use_kl_in_reward is of gae. With grpo take {ACTOR}.use_kl_loss."),
+        (not keys.is_ppo and keys[f"{ROLLOUT}.n"] == 1, f"grpo compares completions: {ROLLOUT}.n must be at least 2."),
+        (served and keys[f"{ROLLOUT}.name"] == "hf", f"{engine} is of a vLLM server: take {ROLLOUT}.name=vllm."),
+        (served and keys["trainer.nnodes"] > 1, f"{engine} is of a vLLM server on one machine: take trainer.nnodes=1."),
+        (keys[patience] > 0 and not keys.evaluates, f"{patience} needs data.val_files and trainer.test_freq."),
     ):
         if is_wrong:
             raise UsageError(why)
 
 
-def _frequencies(keys: Keys, steps: Steps, *, evaluates: bool) -> Iterator[str]:
+def _frequencies(keys: Keys, steps: Steps) -> Iterator[str]:
     """How often a run evaluates and saves, in both counts of steps; -1 and 0 are never."""
     test, save, patience = (keys[f"trainer.{name}"] for name in ("test_freq", "save_freq", "early_stopping_patience"))
-    match evaluates, test > 0:
-        case True, True:
-            yield f"evaluation: every {steps.both(test)}"
-        case False, True:
-            yield f"evaluation: never, as there are no data.val_files (trainer.test_freq={test})"
-        case True, False:
-            yield f"evaluation: never (trainer.test_freq={test}): data.val_files have no effect"
-        case _:
-            yield "evaluation: never"
-    if save > 0:
-        yield f"checkpoints: every {steps.both(save)}"
-    else:
-        yield f"checkpoints: none, also not at the end (trainer.save_freq={save})"
+    yield f"evaluation: every {steps.both(test)}" if keys.evaluates else "evaluation: never"
+    none = f"none, also not at the end (trainer.save_freq={save})"
+    yield f"checkpoints: {f'every {steps.both(save)}' if save > 0 else none}"
     if patience > 0:
         yield f"early stopping: after {patience} evaluations, {steps.both(patience * test)}, without improvement"
 
 
-def _flags(keys: Keys, steps: Steps, devices: Devices, total: int, folder: Path, *, evaluates: bool) -> list[str]:
-    flags = ["--steps", str(total * steps.updates), *devices.flags(str(accelerate_file(folder)))]
-    flags += devices.of_other_nodes(keys["trainer.nnodes"])
-    if keys[f"{ROLLOUT}.name"] is not None or devices.of_a_server > 1:
-        flags += ["--generator", "vllm-server" if devices.of_a_server > 1 else keys[f"{ROLLOUT}.name"]]
-    test = keys["trainer.test_freq"]
-    if not evaluates or test <= 0:
-        return [*flags, "--eval-every", "0"]
+def _options(keys: Keys, steps: Steps, devices: Devices) -> dict[str, Any]:
+    options = {
+        "steps": keys["trainer.total_training_steps"] * steps.updates,
+        **devices.options(keys["trainer.nnodes"], _accelerate_file(keys)),
+        "generator": "vllm-server" if devices.of_a_server > 1 else keys[f"{ROLLOUT}.name"],
+    }
+    if not keys.evaluates:
+        return {**options, "eval_every": 0}
     asked = {name: keys[f"{ROLLOUT}.val_kwargs.{name}"] for name in ("n", "do_sample", "temperature", "top_p", "top_k")}
-    flags += ["--eval-every", str(test * steps.updates), "--eval-replicates", str(asked["n"])]
-    flags += ["--eval-temperature", f"{asked['temperature'] if asked['do_sample'] else 0.0:g}"]
-    flags += ["--eval-top-p", f"{asked['top_p']:g}", "--eval-top-k", str(max(0, asked["top_k"]))]
-    return flags if keys["trainer.val_before_train"] else [*flags, "--no-eval-first"]
+    return {
+        **options,
+        "eval_every": keys["trainer.test_freq"] * steps.updates,
+        "eval_replicates": asked["n"],
+        "eval_temperature": asked["temperature"] if asked["do_sample"] else 0.0,
+        "eval_top_p": asked["top_p"],
+        "eval_top_k": max(0, asked["top_k"]),
+        "no_eval_first": not keys["trainer.val_before_train"],
+    }
+
+
+def model_of(name: str | None) -> str | None:
+    """A folder as an absolute path; else the name of a model of the hub."""
+    return name if name is None or not (folder := Path(name).expanduser()).exists() else str(folder.absolute())
+
+
+def trackers(keys: Keys) -> list[str]:
+    """`report_to`, of `console`, `['console','wandb']` and the like."""
+    text = keys["trainer.logger"]
+    named = re.findall(r"\w+", text)
+    if not named or not {*named} <= {*TRACKERS}:
+        raise UsageError(f"trainer.logger must be of {', '.join(TRACKERS)}, such as ['console','wandb'], got {text!r}.")
+    trackers = [name for name in named if name != "console"]
+    if absent := [name for name in trackers if find_spec(name) is None]:
+        raise UsageError(f"trainer.logger: {absent[0]} is not installed here. pip install it, or take console.")
+    return trackers

@@ -6,7 +6,6 @@ is `ppo_mini_batch_size` of them. TRL counts completions, and a step is an updat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
@@ -65,11 +64,9 @@ class Steps:
         """Fields of the `GRPOConfig`."""
         accumulated = self.mini // (self.micro * self.ranks)
         return {
-            "num_generations": self.completions,
             "per_device_train_batch_size": self.micro,
             "gradient_accumulation_steps": accumulated,
             "steps_per_generation": accumulated * (self.prompts * self.completions // self.mini),
-            "num_iterations": self.epochs,
         }
 
     def both(self, steps: int) -> str:
@@ -78,25 +75,18 @@ class Steps:
 
 
 def total_steps(keys: Keys, rows: int) -> tuple[int, str]:
-    """How many steps of verl the run has, and where that comes from.
-
-    Raises:
-        UsageError: the rows do not make one batch.
-    """
+    """How many steps of verl the run has, and where that comes from. `UsageError`: the rows do not make one batch."""
     size, epochs = keys["data.train_batch_size"], keys["trainer.total_epochs"]
     if rows < size:
-        raise UsageError(
-            f"data.train_batch_size={size}, and the files have {rows:,} rows: not one batch. Take at most {rows:,}."
-        )
+        raise UsageError(f"data.train_batch_size={size}, and the files have {rows:,} rows. Take at most {rows:,}.")
     batches = rows // size
     if (fixed := keys["trainer.total_training_steps"]) is not None:
         return fixed, f"trainer.total_training_steps; an epoch has {batches:,}"
     return epochs * batches, f"{epochs} epochs of {batches:,} batches"
 
 
-def _multiples(near: int, of: int) -> Iterator[int]:
-    below = near // of * of
-    yield from (size for size in (below, below + of) if size)
+def _multiples(near: int, of: int) -> list[int]:
+    return [size for size in (near // of * of, near // of * of + of) if size]
 
 
 def _divisors(of: int, near: int) -> list[int]:
@@ -104,5 +94,5 @@ def _divisors(of: int, near: int) -> list[int]:
     return [*[size for size in sizes if size < near][-1:], *[size for size in sizes if size > near][:1]]
 
 
-def _or(sizes: Iterator[int] | list[int]) -> str:
+def _or(sizes: list[int]) -> str:
     return " or ".join(map(str, sizes))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_grpo.api.options import as_flags
 from async_grpo.cli.compute.train import build_parser
+from async_grpo.credit import PPOConfig
 from async_grpo.errors import RunDirError, UsageError
-from async_grpo.setup.grpo_config.values import field_types
+from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.tasks.files import files_by_task
 from async_grpo.verl_keys import Keys, VerlRun, planned
-from async_grpo.verl_keys.keys import ACTOR, KEYS, ONLY, ROLLOUT, WITHOUT_EFFECT
-from async_grpo.verl_keys.setup_text import LOSSES, trackers
+from async_grpo.verl_keys.keys import ACTOR, KEYS, LOSSES, ONLY, ROLLOUT, WITHOUT_EFFECT
+from async_grpo.verl_keys.run import trackers
 from async_grpo.verl_keys.steps import Steps
+from async_grpo.verl_keys.trainer import fields_of
 
+FOLDER, TRAIN = "trainer.default_local_dir", "async.trainer_gpus_per_node"
+SHARDED = "--accelerate-config=OUT/setup/accelerate.yaml --weights=host"
 PAGE = (Path(__file__).parents[3] / "docs" / "ppo.md").read_text()
 
 
@@ -50,35 +55,30 @@ def plan(tmp_path: Path) -> Plan:
     def of(*keys: str, gpus: int = 0) -> VerlRun:
         least = (f"data.train_files={file}", "actor_rollout_ref.model.path=no/model")
         sizes = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
-        where = f"trainer.default_local_dir={tmp_path / 'out'}"
+        where = f"{FOLDER}={tmp_path / 'out'}"
         return planned(Keys.read([*least, *sizes, where, *keys]), lambda: gpus)
 
     return of
 
 
-def fields(run: VerlRun) -> dict[str, str]:
-    """The fields of the configuration, as the setup file has them."""
-    return dict(re.findall(r"^ {12}(\w+)=(.*),$", run.setup, re.MULTILINE))
-
-
 def test_verls_defaults(plan: Plan) -> None:
-    found = fields(plan())
+    found = fields_of(plan().keys)
     expected = {
-        "learning_rate": "1e-06",
-        "lr_scheduler_type": "'constant'",
-        "weight_decay": "0.01",
-        "num_generations": "1",
-        "epsilon": "0.2",
-        "epsilon_high": "0.2",
-        "delta": "3.0",
-        "beta": "0.0",
-        "loss_type": "'dapo'",
-        "gamma": "1.0",
-        "critic_learning_rate": "1e-05",
-        "max_completion_length": "512",
-        "save_strategy": "'no'",
-        "max_steps": "300",  # 30 epochs of 10 batches
-        "use_cpu": "True",
+        "learning_rate": 1e-06,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "num_generations": 1,
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "delta": 3.0,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "gamma": 1.0,
+        "critic_learning_rate": 1e-05,
+        "max_completion_length": 512,
+        "save_strategy": "no",
+        "max_steps": 300,  # 30 epochs of 10 batches
+        "use_cpu": True,
     }
     assert {name: found.get(name) for name in expected} == expected
 
@@ -88,17 +88,14 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
     run = plan(
         *(f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2", "trainer.total_epochs=3"),
         *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "trainer.save_freq=5", "trainer.test_freq=10"),
-        *(f"data.val_files={rows(Path(plan().folder.parent / 'v.parquet'), 4, start=1000)}",),
+        *(f"data.val_files={rows(Path(plan().keys[FOLDER]).with_name('v.parquet'), 4, start=1000)}",),
         *("trainer.early_stopping_patience=2", "trainer.val_before_train=False", f"{ACTOR}.optim.lr_warmup_steps=3"),
     )
-    found = fields(run)
+    found = fields_of(run.keys)
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-    assert [found[name] for name in batch] == ["16", "2", "4", "2"]
-    assert (found["max_steps"], found["save_steps"], found["warmup_steps"]) == ("120", "20", "12")
-    flags = " ".join(run.flags)
-    assert "--steps 120" in flags
-    assert "--eval-every 40" in flags
-    assert "--no-eval-first" in flags
+    assert [found[name] for name in batch] == [16, 2, 4, 2]
+    assert (found["max_steps"], found["save_steps"], found["warmup_steps"]) == (120, 20, 12)
+    assert {"--steps=120", "--eval-every=40", "--no-eval-first"} <= {*as_flags(run.options)}
     said = "\n".join(run.lines)
     assert "training: 30 steps of verl = 120 optimizer steps (3 epochs of 10 batches)" in said
     assert "evaluation: every 10 steps of verl = 40 optimizer steps" in said
@@ -108,39 +105,33 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
 @pytest.mark.parametrize(
     ("keys", "gpus", "flags"),
     [
-        ((), 0, "--master-device-id cpu"),
-        ((), 1, "--master-device-id 0 --worker-device-ids 0"),
-        ((), 2, "--master-device-id 0 --worker-device-ids 1"),
-        (
-            ("async.trainer_gpus_per_node=1",),
-            10,
-            "--master-device-id 0 --worker-device-ids 1,2,3,4,5,6,7,8,9",
-        ),
-        (
-            ("trainer.n_gpus_per_node=8", "+async.trainer_gpus_per_node=4"),
-            8,
-            "--worker-device-ids 4,5,6,7 --accelerate-config OUT/setup/accelerate.yaml --weights host",
-        ),
+        ((), 0, "--master-device-id=cpu"),
+        ((), 1, "--master-device-id=0 --worker-device-ids=0"),
+        ((), 2, "--master-device-id=0 --worker-device-ids=1"),
+        ((f"{TRAIN}=1",), 10, "--master-device-id=0 --worker-device-ids=1,2,3,4,5,6,7,8,9"),
+        (("trainer.n_gpus_per_node=8", f"+{TRAIN}=4"), 8, f"--worker-device-ids=4,5,6,7 {SHARDED}"),
         (
             (f"{ROLLOUT}.tensor_model_parallel_size=4",),
             8,
-            "--worker-device-ids 4 --server-devices 4,5,6,7 --accelerate-config OUT/setup/accelerate.yaml "
-            "--weights host --generator vllm-server",
+            f"--worker-device-ids=4 --server-devices=4,5,6,7 {SHARDED} --generator=vllm-server",
         ),
-        (("trainer.nnodes=3",), 0, "--master-device-id cpu --ray auto --nodes 3"),
+        (("trainer.nnodes=3",), 0, "--master-device-id=cpu --ray=auto --nodes=3"),
         (
-            ("trainer.nnodes=3", "+async.trainer_gpus_per_node=1"),
+            ("trainer.nnodes=3", f"+{TRAIN}=1"),
             8,
-            "--master-device-id 0 --worker-device-ids 1,2,3,4,5,6,7 --ray auto --nodes 3 --workers-per-node 8",
+            "--master-device-id=0 --worker-device-ids=1,2,3,4,5,6,7 --ray=auto --nodes=3 --workers-per-node=8",
         ),
-        ((f"{ROLLOUT}.name=hf", "trainer.device=cpu"), 8, "--master-device-id cpu --generator hf"),
+        ((f"{ROLLOUT}.name=hf", "trainer.device=cpu"), 8, "--master-device-id=cpu --generator=hf"),
     ],
 )
 def test_gpus_that_train_and_that_generate(plan: Plan, keys: tuple[str, ...], gpus: int, flags: str) -> None:
     run = plan(*keys, gpus=gpus)
-    assert " ".join(run.flags) == f"--steps 300 {flags.replace('OUT', str(run.folder))} --eval-every 0"
-    build_parser().parse_args(["FILE", *run.flags])
-    assert (run.accelerate is not None) is ("accelerate" in flags)
+    given = as_flags(run.options)
+    assert {*given} == {"--steps=300", *flags.replace("OUT", run.keys[FOLDER]).split(), "--eval-every=0"}
+    build_parser().parse_args(["FILE", *given])
+    run.write()
+    sharded = run.options.get("accelerate_config")
+    assert run.keys[TRAIN] == (AccelerateConfig.read(sharded).processes if sharded else 1)
 
 
 TEXTS = st.text(max_size=8) | st.sampled_from(
@@ -171,14 +162,14 @@ def test_any_text_is_a_value_or_a_sentence(name: str, text: str) -> None:
         ((f"{ACTOR}.loss_agg_mode=token-sum",), "token-sum has no counterpart in TRL"),
         (
             ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
-            r"is of a vLLM server, which only a run on one machine has: take trainer\.nnodes=1",
+            "is of a vLLM server on one machine: take trainer.nnodes=1",
         ),
         ((f"{ACTOR}.ppo_mini_batch_size=6",), "Nearest: data.train_batch_size=12 or 18, or .*mini_batch_size=4 or 8"),
         ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",), "does not divide. Nearest: 4 or 8"),
-        (("data.train_batch_size=320",), "the files have 160 rows: not one batch. Take at most 160"),
+        (("data.train_batch_size=320",), "the files have 160 rows. Take at most 160"),
         (("algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"), "there is one coefficient"),
-        (("algorithm.adv_estimator=grpo",), r"rollout.n at least 2"),
-        (("trainer.early_stopping_patience=3",), "counts evaluations: give data.val_files and trainer.test_freq"),
+        (("algorithm.adv_estimator=grpo",), "rollout.n must be at least 2"),
+        (("trainer.early_stopping_patience=3",), "needs data.val_files and trainer.test_freq"),
         (("custom_reward_function.path=mine.py",), "score.using"),
         (("trainer.logger=['console','mlflow']",), "trainer.logger must be of console, tensorboard, wandb"),
         (("trainer.n_gpus_per_node=8",), "trainer.n_gpus_per_node=8, and this machine has no GPU"),
@@ -225,17 +216,18 @@ def test_rows_that_are_trained_and_evaluated_on_are_warned_of(
 
 def test_several_tasks_are_batched_by_task_unless_it_is_said(plan: Plan, tmp_path: Path) -> None:
     files = f"{{'math':'{rows(tmp_path / 'm.parquet', 16)}',\n 'logic':'{rows(tmp_path / 'l.parquet', 16)}',}}"
-    mixed = plan(f"data.train_files={files}", "mtl.method=pcgrad", "mtl.num_tasks_expected=2").setup
-    assert "class Trainer(MultiTask, PPOTrainer)" in mixed
-    assert "mtl='pcgrad',\n        num_tasks_expected=2," in mixed
-    assert "MultiTask" not in plan(f"data.train_files={files}", "mtl.enabled=false").setup
+    mixed = (f"data.train_files={files}", "mtl.method=pcgrad", "mtl.num_tasks_expected=2")
+    assert plan(*mixed).keys.has_tasks
+    assert not plan(*mixed, "mtl.enabled=false").keys.has_tasks
 
 
-@pytest.mark.parametrize("keys", [(), ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")], ids=["gae", "grpo"])
-def test_the_setup_file_is_python_with_fields_that_there_are(plan: Plan, keys: tuple[str, ...]) -> None:
-    run = plan(*keys, 'trainer.experiment_name=a\'b"""c', "algorithm.use_kl_in_reward=false", gpus=2)
-    compile(run.setup, "setup", "exec")
-    assert fields(run).keys() <= field_types().keys()
+def test_the_setup_file_has_all_keys_and_the_configuration_has_their_fields(plan: Plan) -> None:
+    run = plan('trainer.experiment_name=a\'b"""c', "algorithm.use_kl_in_reward=true", gpus=2)
+    module: dict[str, Any] = {}
+    exec(run.setup, module)
+    assert module["KEYS"].keys() == KEYS.keys()
+    assert fields_of(Keys(module["KEYS"])) == fields_of(run.keys)
+    assert fields_of(run.keys).keys() <= {field.name for field in dataclasses.fields(PPOConfig)}
 
 
 def test_other_keys_leave_the_setup_file_of_a_run_as_it_is(plan: Plan) -> None:
