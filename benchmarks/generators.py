@@ -6,6 +6,7 @@ of an environment that has vLLM (`make test-vllm` makes .venv-vllm):
     .venv-vllm/bin/python benchmarks/generators.py --json benchmarks/results/generators.json
 
 "our loop" is everything that a worker does: claiming from a queue, TRL's prompt handling, the engine, scoring, records.
+On a GPU, where `scripts/gpu_check.sh vllm` runs it: --shape 0.6B, a model of Qwen3-0.6B's shape in bf16.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,18 +39,49 @@ if TYPE_CHECKING:
 TOKENS = 64  # of every completion
 GROUP = 4  # completions of a prompt
 BATCHES = (16, 64, 256)
-MODELS = (  # hidden size, layers, batches, repeats
-    (128, 4, BATCHES, 11),  # 1 M parameters: a step is mostly Python
-    (512, 6, BATCHES[:1], 5),  # 20 M: a step is mostly arithmetic; larger batches take many minutes on a CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """`shape`: one of benchmarks/setups/qwen3_shape.py, in place of the tests' model with so many layers so wide."""
+
+    hidden: int = 128
+    layers: int = 4
+    shape: str = ""
+    batches: tuple[int, ...] = BATCHES
+    repeats: int
+
+
+MODELS = (
+    Model(repeats=11),  # 1 M parameters: a step is mostly Python
+    # 20 M: a step is mostly arithmetic; larger batches take many minutes on a CPU
+    Model(hidden=512, layers=6, batches=BATCHES[:1], repeats=5),
 )
 
 
-def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
-    """The tests' trainer with completions of exactly TOKENS tokens; a wider model where it is asked for."""
+def trainer_of(model: Model) -> Any:
+    """A trainer whose completions have exactly TOKENS tokens."""
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
+
+    trainer = trainer_of_a_shape(model.shape) if model.shape else trainer_of_the_tests(model.hidden, model.layers)
+    trainer.args.generation_kwargs = {"min_new_tokens": TOKENS}
+    trainer.generation_config.min_new_tokens = TOKENS
+    trainer.args.generation_batch_size = max(model.batches)
+    RolloutTrainer(trainer)
+    return trainer
+
+
+def trainer_of_a_shape(shape: str) -> Any:
+    """In bf16 on the GPU, where there is one."""
+    os.environ |= {"QWEN3_SHAPE": shape, "COMPLETION": str(TOKENS)}
+    from benchmarks.setups import qwen3_shape
+
+    return qwen3_shape.get_trainer()
+
+
+def trainer_of_the_tests(hidden: int, layers: int) -> Any:
     import qwen3_1m
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     os.environ["TEST_TOKENS"] = str(TOKENS)
     trainer = qwen3_1m.get_trainer()
@@ -59,10 +92,6 @@ def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
         config["initializer_range"] = 0.02  # more, in a wide model, makes denormal numbers, which are slow
         config.pop("layer_types", None)
         trainer.model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
-    trainer.args.generation_kwargs = {"min_new_tokens": TOKENS}
-    trainer.generation_config.min_new_tokens = TOKENS
-    trainer.args.generation_batch_size = max(BATCHES)
-    RolloutTrainer(trainer)
     return trainer
 
 
@@ -114,9 +143,9 @@ def plain_vllm_side(trainer: Any, folder: Path, *, packed: bool) -> Callable[[in
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=str(trainer.model.dtype).removeprefix("torch."),
         enforce_eager=not torch.cuda.is_available(),
-        max_num_seqs=max(BATCHES),
+        max_num_seqs=trainer.args.generation_batch_size,
         logprobs_mode="processed_logprobs",
         gpu_memory_utilization=trainer.args.vllm_gpu_memory_utilization,
     )
@@ -204,11 +233,11 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
 
 
 @contextmanager
-def exporter_of(hidden: int, layers: int, folder: Path) -> Iterator[Connection]:
+def exporter_of(model: Model, folder: Path) -> Iterator[Connection]:
     """Another process that publishes the same model; send it a version, and it answers when it began to publish."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=_export, args=(theirs, hidden, layers, str(folder)), daemon=True
+        target=_export, args=(theirs, model, str(folder)), daemon=True
     )
     process.start()
     try:
@@ -222,11 +251,10 @@ def exporter_of(hidden: int, layers: int, folder: Path) -> Iterator[Connection]:
             process.kill()
 
 
-def _export(connection: Connection, hidden: int, layers: int, folder: str) -> None:
+def _export(connection: Connection, model: Model, folder: str) -> None:
     from async_grpo_ipc import WeightExporter
 
-    model = trainer_of(hidden, layers).model
-    with WeightExporter.from_model(model, Path(folder) / "handle.json", slots=3) as exporter:
+    with WeightExporter.from_model(trainer_of(model).model, Path(folder) / "handle.json", slots=3) as exporter:
         exporter.publish(version=0)
         connection.send("ready")
         while (version := connection.recv()) is not None:
@@ -264,57 +292,66 @@ def update_seconds(engine: VLLMEngine, weights: Any) -> tuple[float, float]:
     with weights.lease() as view:
         private = {name: tensor.clone() for name, tensor in view.items()}
         tied = {id(tensor) for name, tensor in private.items() if name == "lm_head.weight"}
-        started = time.perf_counter()
+        started = now()
         engine.load(dict(view.items()), view.version)
-        ours = time.perf_counter() - started
+        ours = now() - started
     own = [(name, tensor) for name, tensor in private.items() if id(tensor) not in tied]
-    started = time.perf_counter()
+    started = now()
     with torch.no_grad():
         model.load_weights(iter(own))
-    return ours, time.perf_counter() - started
+    return ours, now() - started
+
+
+def now() -> float:
+    """Seconds, once the GPU has done what it was told to."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 # --- The table --------------------------------------------------------------------------------------------
 
 
-def measure(models: Sequence[tuple[int, int, tuple[int, ...], int]]) -> list[Row]:
+def measure(models: Sequence[Model]) -> list[Row]:
     """All rows of each model."""
     from async_grpo.rollout.engines.vllm import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     rows: list[Row] = []
-    for hidden, layers, batches, repeats in models:
+    for model in models:
         with tempfile.TemporaryDirectory() as folder:
-            rows += _measure_model(hidden, layers, batches, repeats, Path(folder))
+            rows += _measure_model(model, Path(folder))
     return rows
 
 
-def _measure_model(hidden: int, layers: int, batches: tuple[int, ...], repeats: int, folder: Path) -> list[Row]:
+def _measure_model(model: Model, folder: Path) -> list[Row]:
     from async_grpo.rollout.engines.vllm import VLLMEngine
     from async_grpo_ipc import open_remote_memory
 
     (folder / "queue").mkdir(mode=0o700)
-    trainer = trainer_of(hidden, layers)
+    trainer = trainer_of(model)
     size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.0f} M"
-    packed = plain_vllm_side(trainer, folder / "model", packed=True)
-    plain = plain_vllm_side(trainer, folder / "model", packed=False)
+    sides = {}
+    if trainer.model.device.type == "cpu":
+        sides["plain vLLM, weights packed for the CPU"] = plain_vllm_side(trainer, folder / "model", packed=True)
+    sides["plain vLLM"] = plain_vllm_side(trainer, folder / "model", packed=False)
     engine = VLLMEngine(trainer, seed=1)
     rows: list[Row] = []
-    with exporter_of(hidden, layers, folder) as publisher, open_remote_memory(folder / "handle.json", 60) as weights:
-        sides = {
-            "transformers": transformers_side(trainer),
-            "plain vLLM, weights packed for the CPU": packed,
-            "plain vLLM": plain,
-            "vLLM in our worker": worker_side(trainer, engine, weights, folder / "queue"),
-        }
-        for batch in batches:
-            rows += _throughput(sides, size, batch, repeats)
-            print(as_text(rows[-5:]), file=sys.stderr, flush=True)
+    with exporter_of(model, folder) as publisher, open_remote_memory(folder / "handle.json", 60) as weights:
+        sides = {"transformers": transformers_side(trainer), **sides}
+        sides["vLLM in our worker"] = worker_side(trainer, engine, weights, folder / "queue")
+        for batch in model.batches:
+            found = _throughput(sides, size, batch, model.repeats)
+            print(as_text(found), file=sys.stderr, flush=True)
+            rows += found
         prompts = prompts_for(trainer, 16)
-        waits = [first_token_s(engine, weights, publisher, version, prompts) for version in range(1, 2 + 2 * repeats)]
+        versions = range(1, 2 + 2 * model.repeats)
+        waits = [first_token_s(engine, weights, publisher, version, prompts) for version in versions]
         rows.append(row(f"publish to the first token of the new version, {size}", [1e3 * s for s in waits[1:]], "ms"))
-        rows += _updates(engine, weights, size, 5 * repeats)
+        rows += _updates(engine, weights, size, 5 * model.repeats)
     engine.close()
     return rows
 
@@ -348,10 +385,16 @@ def _updates(engine: VLLMEngine, weights: Any, size: str, repeats: int) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat, two batches, the small model only")
+    parser.add_argument("--quick", action="store_true", help="one repeat and small batches, of one model")
+    parser.add_argument("--shape", default="", help="of benchmarks/setups/qwen3_shape.py, in place of the two models")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
-    rows = measure([(128, 4, (16, 64), 1)] if args.quick else MODELS)
+    models: Sequence[Model] = MODELS
+    if args.quick:
+        models = [Model(shape=args.shape, batches=(16, 64), repeats=1)]
+    elif args.shape:
+        models = [Model(shape=args.shape, batches=(64, 512), repeats=3)]
+    rows = measure(models)
     print(as_text(rows))
     if args.json:
         write_json(args.json, rows)

@@ -1,61 +1,111 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU and writes a report in Markdown as it goes. Each part ends within 7 minutes; a part
-# that fails, or is killed, leaves what it had written, and the others still run.
+# Runs everything that needs a GPU and writes a report in Markdown as it goes. Parts come by worth: what has told least
+# so far is first. Each ends within ten minutes; one that fails, or is killed, leaves what it had written, and the
+# others still run. Timings run alone. What only has to be right runs side by side: tests, kinds and deterministic.
 #
-# usage: scripts/gpu_check.sh [PART ...] [--report FILE] [--wheels FOLDER] [--dry-run] [--plan]
-#   PART       in this order: smoke, tests, kill, kinds, async, padding, weights, deterministic, gsm8k, targets; all by default
+# usage: scripts/gpu_check.sh [PART ...] [--budget SECONDS] [--report FILE] [--wheels FOLDER] [--vllm FOLDER]
+#                             [--dry-run] [--plan]
+#   PART       by default all: smoke, vllm, kill, one_gpu, async, weights, padding, tests, kinds, deterministic, full,
+#              gsm8k, targets
+#   --budget   begin nothing whose time limit is more than what is left of this; where at least half of the limit is
+#              left, the limit is what is left. The report says what was left out
 #   --report   default: gpu_report.md, in $OUT where that is set; figures go next to it as JSON
 #   --wheels   install what is missing from this folder first (scripts/collect_wheels.sh fills it), without a network
+#   --vllm     unpack vLLM from this folder first (scripts/pack_vllm.sh fills it)
 #   --dry-run  the same on a CPU, with tiny sizes: shows that the script itself works
-#   --plan     only print the commands in order, each with its time limit; a part takes less than ten minutes
+#   --plan     only print the commands in order, each with its time limit, and what a budget leaves out if each part
+#              takes its whole limit
+# What --wheels and --vllm bring lies in .gpu, which git ignores, and is kept there until the folder has other files.
 # environment: PYTHON (python3), GSM8K_PATH (a folder with train.jsonl and test.jsonl; without it that part is left out)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 report=${OUT:-.}/gpu_report.md
+budget=
 wheels=
+vllm=
 dry_run=
 plan=
+all=(smoke vllm kill one_gpu async weights padding tests kinds deterministic full gsm8k targets)
+side_by_side=(tests kinds deterministic)
 parts=()
+among() { [[ " ${*:2} " == *" $1 "* ]]; } # among WORD WORD...
 while (($#)); do
     case $1 in
+        --budget) [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "--budget SECONDS" >&2 && exit 2; } && budget=$2 && shift ;;
         --report) report=${2:?--report FILE} && shift ;;
         --wheels) wheels=${2:?--wheels FOLDER} && shift ;;
+        --vllm) vllm=${2:?--vllm FOLDER} && shift ;;
         --dry-run) dry_run=1 ;;
         --plan) plan=1 ;;
-        smoke | tests | kill | kinds | async | padding | weights | deterministic | gsm8k | targets) parts+=("$1") ;;
-        *) echo "unknown: $1" >&2 && exit 2 ;;
+        *) among "$1" "${all[@]}" && parts+=("$1") || { echo "unknown: $1" >&2 && exit 2; } ;;
     esac
     shift
 done
-((${#parts[@]})) || parts=(smoke tests kill kinds async padding weights deterministic gsm8k targets)
+((${#parts[@]})) || parts=("${all[@]}")
 results=$(cd "$(dirname "$report")" && pwd)
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRL_EXPERIMENTAL_SILENCE=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 # nothing here needs the hub
+[[ ! $dry_run ]] || export GPU_TESTS_DEVICE=cpu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# The part that runs ends with this script, also when the signal comes before this shell, or `timeout`, knows its pid:
-# `timeout` leads a process group.
-trap 'for job in $(jobs -pr); do kill -- "-$job" || kill "$job"; done 2>/dev/null; exit 143' TERM INT
-mkfifo "$scratch/said"
 failed=0
+planned=0 # seconds that the parts before may take, in a plan
 
 say() { [[ $plan ]] || printf '%s\n' "$@" >>"$report"; }
 
+# What runs ends with this shell, also when the signal comes before it, or `timeout`, knows its pid: `timeout` leads a
+# process group, a part that runs beside others is a shell like this one.
+end_what_runs() {
+    for job in $(jobs -pr); do kill -- "-$job" || kill "$job"; done 2>/dev/null
+    wait
+    join_sections
+    exit 143
+}
+trap end_what_runs TERM INT
+
+# Sections of parts that ran side by side, each in a file of its own until then.
+join_sections() {
+    local name
+    for name in "${side_by_side[@]}"; do
+        [[ ! -e $report.$name ]] || { cat "$report.$name" >>"$report" && rm "$report.$name"; }
+    done
+}
+
+# granted SECONDS: the time limit of a part that asks for so many.
+granted() {
+    local spent=$SECONDS
+    [[ ! $plan ]] || spent=$planned
+    if [[ -z $budget ]] || ((budget - spent >= $1)); then echo "$1"; else echo $((budget - spent)); fi
+}
+
+leave_out() { # NAME REASON
+    say "" "## $1" "" "Left out: $2"
+    [[ ! $plan ]] || echo "    $1: left out, $2"
+}
+
 # part NAME SECONDS COMMAND...: a section of the report with the command line and, line by line, what it prints.
 part() {
-    local name=$1 limit=$2 started=$SECONDS code
-    shift 2
+    local name=$1 limit said=$scratch/said.$BASHPID started=$SECONDS code
+    limit=$(granted "$2")
+    if ((limit < $2 / 2)); then
+        leave_out "$name" "$limit s of the budget were left, its limit is $2."
+        return 1
+    fi
     if [[ $plan ]]; then
-        local command=$*
+        local command=${*:3}
         printf '    %s, at most %s s: %s\n' "$name" "$limit" "${command%%$'\n'*}"
+        ((planned += limit))
         return
     fi
     echo "== $name"
-    say "" "## $name" "" "    $*" "" '```text'
-    tee -a "$report" <"$scratch/said" &
+    say "" "## $name" ""
+    ((limit == $2)) || say "Its limit is the $limit s that were left of the budget, in place of $2." ""
+    say "    ${*:3}" "" '```text'
+    [[ -p $said ]] || mkfifo "$said"
+    tee -a "$report" <"$said" &
     local tee=$!
-    timeout --kill-after=20 "$limit" "$@" >"$scratch/said" 2>&1 &
+    timeout --kill-after=20 "$limit" "${@:3}" >"$said" 2>&1 &
     wait "$!"
     code=$?
     wait "$tee"
@@ -66,13 +116,14 @@ part() {
         failed=1
         say "**Failed** with exit code $code after $((SECONDS - started)) s$( ((code == 124)) && echo ", its time limit")."
     fi
+    return "$code"
 }
 
 # Does memory travel between two processes at all? The rest is worth its time only then.
 run_smoke() {
     part "Doctor" 120 "$python" -m async_grpo.cli doctor --run-dir "$scratch/doctor"
     if [[ $dry_run ]]; then
-        GPU_TESTS_DEVICE=cpu part "Weights between processes" 120 "$python" -m pytest tests/gpu/test_weights_cuda.py \
+        part "Weights between processes" 120 "$python" -m pytest tests/gpu/test_weights_cuda.py \
             -m gpu -x -rA -q -p no:cacheprovider -k "static"
     else
         part "Weights between processes" 180 "$python" -m pytest tests/gpu/test_weights_cuda.py \
@@ -80,35 +131,39 @@ run_smoke() {
     fi
 }
 
-run_tests() {
-    if [[ $dry_run ]]; then
-        GPU_TESTS_DEVICE=cpu part "Tests marked gpu" 300 "$python" -m pytest tests/gpu -m gpu -rA -q -p no:cacheprovider \
-            -k "torn or isolation"
-    else
-        part "Tests marked gpu" 420 "$python" -m pytest tests/gpu -m gpu -rA -s -q -p no:cacheprovider \
-            --deselect tests/gpu/test_runs_cuda.py --deselect tests/gpu/test_weights_cuda.py \
-            --deselect tests/gpu/test_kinds_of_run_cuda.py
+# vLLM in a worker: weights by mapped memory, its log-probabilities against the trainer's, updates in flight, adapters.
+# Nothing runs beside it: vLLM refuses to start where another process gives memory back while it looks for its own.
+run_vllm() {
+    if [[ ! $plan ]] && ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))'; then
+        leave_out "vLLM" "${no_vllm:-it is not installed}."
+        return
     fi
+    local device=cuda:0 sizes=(--shape 0.6B) tests="in_flight or two_versions" limits=(60 210 180 120)
+    [[ ! $dry_run ]] || device=cpu sizes=(--shape small --quick) tests=two_versions limits=(120 420 360 240)
+    part "vLLM" "${limits[0]}" "$python" -c 'from vllm import LLM, __version__; print(LLM, __version__)' &&
+        part "vLLM: runs" "${limits[1]}" "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -m gpu -rA -s -q \
+            -p no:cacheprovider -k vllm &&
+        LOGURU_LEVEL=INFO part "vLLM: tokens a second" "${limits[2]}" "$python" benchmarks/generators.py \
+            "${sizes[@]}" --json "$results/gpu_vllm.json" &&
+        GPU_TESTS_DEVICE=$device part "vLLM: updates in flight, adapters" "${limits[3]}" "$python" -m pytest \
+            tests/with_vllm/test_vllm_engine.py -v -s -W ignore -p no:logging -p no:cacheprovider -k "$tests" ||
+        leave_out "The rest of vLLM" "see above."
 }
 
 run_kill() {
-    if [[ $dry_run ]]; then
-        QWEN3_SHAPE=tiny GPU_TESTS_DEVICE=cpu part "Server killed in the middle of a run" 300 \
-            "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -rA -s -q -p no:cacheprovider
-    else
-        QWEN3_SHAPE=0.6B part "Server killed in the middle of a run" 420 \
-            "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -rA -s -q -p no:cacheprovider
-    fi
+    local shape=0.6B limit=420
+    [[ ! $dry_run ]] || shape=tiny limit=300
+    QWEN3_SHAPE=$shape part "Server killed in the middle of a run" $limit \
+        "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -rA -s -q -p no:cacheprovider
 }
 
-# Small runs that share the GPU, four at a time.
-run_kinds() {
+run_one_gpu() {
     if [[ $dry_run ]]; then
-        GPU_TESTS_DEVICE=cpu part "Each kind of run" 300 "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py \
-            -m gpu -rA -q -p no:cacheprovider -k "sums or tasks"
+        part "One GPU" 180 "$python" benchmarks/one_gpu.py --device cpu --shape tiny --limit 120 \
+            --json "$results/gpu_one_gpu.json"
     else
-        part "Each kind of run" 420 "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -n 4 --maxschedchunk 1 \
-            -m gpu -rA -q -p no:cacheprovider
+        part "One GPU" 560 "$python" benchmarks/one_gpu.py --limit $(($(granted 560) - 20)) \
+            --json "$results/gpu_one_gpu.json"
     fi
 }
 
@@ -119,6 +174,15 @@ run_async() {
     else
         part "Asynchronous against TRL alone" 420 "$python" benchmarks/gpu_async.py --workers 1,2 --waiting \
             --completion 64 --limit 95 --json "$results/gpu_async.json"
+    fi
+}
+
+run_weights() {
+    if [[ $dry_run ]]; then
+        part "Weights" 300 "$python" benchmarks/weights.py --help
+    else
+        part "Weights" 420 "$python" benchmarks/weights.py --device cuda --sizes 1B/100M \
+            --json "$results/gpu_weights.json"
     fi
 }
 
@@ -133,12 +197,26 @@ run_padding() {
     fi
 }
 
-run_weights() {
+fill_the_gpu="nearly_full or only_keeps"
+
+run_tests() {
     if [[ $dry_run ]]; then
-        part "Weights" 300 "$python" benchmarks/weights.py --help
+        part "Tests marked gpu" 300 "$python" -m pytest tests/gpu -m gpu -rA -q -p no:cacheprovider -k "torn or isolation"
     else
-        part "Weights" 420 "$python" benchmarks/weights.py --device cuda --sizes 1B/100M \
-            --json "$results/gpu_weights.json"
+        part "Tests marked gpu" 420 "$python" -m pytest tests/gpu -m gpu -rA -s -q -p no:cacheprovider \
+            --deselect tests/gpu/test_runs_cuda.py --deselect tests/gpu/test_weights_cuda.py \
+            --deselect tests/gpu/test_kinds_of_run_cuda.py -k "not ($fill_the_gpu)"
+    fi
+}
+
+# Small runs that share the GPU, four at a time.
+run_kinds() {
+    if [[ $dry_run ]]; then
+        part "Each kind of run" 300 "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py \
+            -m gpu -rA -q -p no:cacheprovider -k "sums or tasks"
+    else
+        part "Each kind of run" 420 "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -n 4 --maxschedchunk 1 \
+            -m gpu -rA -q -p no:cacheprovider -k "not vllm"
     fi
 }
 
@@ -158,24 +236,29 @@ run_deterministic() {
         _ "$scratch" "$(command -v "$python")" "$PWD" "$device"
 }
 
+# What takes all of the GPU's memory cannot run beside anything.
+run_full() {
+    part "A GPU that is full" 120 "$python" -m pytest tests/gpu/test_processes_cuda.py -m gpu -rA -s -q \
+        -p no:cacheprovider -k "$fill_the_gpu"
+}
+
 # 50 steps of LoRA, or as many as the time allows: that is no failure.
 run_gsm8k() {
     if [[ -z ${GSM8K_PATH:-} ]]; then
-        say "" "## GSM8K" "" "Left out: GSM8K_PATH names no folder with the data."
-        [[ ! $plan ]] || echo "    GSM8K: left out, GSM8K_PATH names no folder with the data"
+        leave_out "GSM8K" "GSM8K_PATH names no folder with the data"
         return
     fi
-    local model=$scratch/model shape=1.7B steps=50 device=0 limit=360
-    [[ $dry_run ]] && shape=tiny steps=1 device=cpu limit=240
+    local model=$scratch/model shape=1.7B steps=50 device=0 limit=405
+    [[ $dry_run ]] && shape=tiny steps=1 device=cpu limit=285
     [[ $plan ]] || QWEN3_SHAPE=$shape "$python" benchmarks/setups/qwen3_shape.py "$model" >/dev/null 2>&1
-    part "GSM8K" $((limit + 45)) bash -c '
+    part "GSM8K" $limit bash -c '
         cd "$1" || exit 1
         timeout "$2" env MODEL_PATH="$3" "$4" -m async_grpo.cli train "$5/src/app/trainer_setup_gsmk.py" \
             --steps "$6" --eval-every 0 --master-device-id "$7" --worker-device-ids "$7,$7" \
             --run-dir "$1/worker"
         code=$?
         ((code == 124)) && echo "stopped after its $2 s" && code=0
-        exit $code' _ "$scratch" "$limit" "$model" "$(command -v "$python")" "$PWD" "$steps" "$device"
+        exit $code' _ "$scratch" $(($(granted $limit) - 45)) "$model" "$(command -v "$python")" "$PWD" "$steps" "$device"
 }
 
 run_targets() {
@@ -187,9 +270,71 @@ run_targets() {
     "$python" benchmarks/gpu_targets.py "$results" | tee -a "$report"
 }
 
-if [[ $wheels && ! $plan ]]; then
-    "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$scratch/site" "$wheels"/*.whl || exit 1
-    export PYTHONPATH="$PYTHONPATH:$scratch/site"
+# beside PART...: at the same time, each with a section of its own.
+beside() {
+    local name job jobs=() start=$planned end=$planned
+    for name in "$@"; do
+        if [[ $plan ]]; then
+            echo "scripts/gpu_check.sh $name${2:+ (side by side: $*)}"
+            planned=$start
+            "run_$name"
+            ((planned <= end)) || end=$planned
+            continue
+        fi
+        (
+            trap end_what_runs TERM INT
+            report=$report.$name
+            "run_$name"
+            exit "$failed"
+        ) &
+        jobs+=("$!")
+    done
+    planned=$end
+    for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+    join_sections
+}
+
+run_parts() {
+    local group
+    while (($#)); do
+        group=()
+        while (($#)) && among "$1" "${side_by_side[@]}"; do
+            group+=("$1") && shift
+        done
+        if ((${#group[@]})); then
+            beside "${group[@]}"
+        else
+            [[ ! $plan ]] || echo "scripts/gpu_check.sh $1"
+            "run_$1"
+            shift
+        fi
+    done
+}
+
+# once NAME FOLDER COMMAND: let COMMAND fill .gpu/NAME from the folder, unless it did from the same files.
+once() {
+    local site=.gpu/$1 sums
+    sums=$(cd "$2" && sha256sum -- *) || return 1
+    if [[ $(cat "$site.sha256" 2>/dev/null) != "$sums" ]]; then
+        rm -rf "$site" "$site.sha256" && mkdir -p "$site" && "$3" "$2" "$site" || return 1
+        printf '%s\n' "$sums" >"$site.sha256" # last: what was broken off is begun anew
+    fi
+    export PYTHONPATH="$PYTHONPATH:$PWD/$site"
+}
+
+install_wheels() { "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$2" "$1"/*.whl; }
+
+unpack_vllm() {
+    (cd "$1" && sha256sum --quiet -c manifest) && cat "$1"/piece.* | "$python" -c 'import sys, tarfile
+tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")' "$2"
+}
+
+no_vllm=
+if [[ ! $plan ]]; then
+    [[ ! $wheels ]] || once wheels-site "$wheels" install_wheels || exit 1
+    if [[ $vllm ]] && ! once vllm-site "$vllm" unpack_vllm; then
+        failed=1 no_vllm="the pieces in $vllm could not be unpacked"
+    fi
 fi
 about_the_machine() {
     say "# GPU check of $(date -u +'%Y-%m-%d %H:%M') UTC" "" '```text'
@@ -202,10 +347,13 @@ about_the_machine() {
     say '```'
 }
 
-[[ $plan ]] || about_the_machine
-for name in "${parts[@]}"; do
-    [[ ! $plan ]] || echo "scripts/gpu_check.sh $name"
-    "run_$name"
-done
-[[ $plan ]] || echo "report: $report"
+if [[ $plan ]]; then
+    run_parts "${parts[@]}"
+    echo "all of it: $planned s at most"
+    exit
+fi
+join_sections # of a check that was killed
+about_the_machine
+run_parts "${parts[@]}"
+echo "report: $report"
 exit $failed

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gpu_runs import DEVICES, ROOT, cli, expect_end, expect_finished, mismatch, said
-from on_device import ON_CPU, need_device
+from gpu_runs import DEVICE_ID, DEVICES, ROOT, cli, expect_end, expect_finished, mismatch, said
+from on_device import DEVICE, ON_CPU, need_device
 
 RUN_S = 240.0
 STEPS = 6
 EXAMPLES = ROOT / "examples"
 SUMS = str(ROOT / "src" / "app" / "trainer_setup_tiny.py")
+SHAPES = str(ROOT / "benchmarks" / "setups" / "qwen3_shape.py")
+SHAPE = {"QWEN3_SHAPE": "small", "COMPLETION": "16"} if ON_CPU else {"QWEN3_SHAPE": "0.6B", "COMPLETION": "64"}
+ONE_MILLION = str(ROOT / "tests" / "with_vllm" / "setups" / "qwen3_1m.py")
+ADAPTER = {"TEST_LORA": "1", "GPU_TESTS_DEVICE": DEVICE}
+BY_VLLM = ("--generator", "vllm", "--worker-device-ids", DEVICE_ID)
 RECORDED = ("--delta-every", "1")
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +59,8 @@ KINDS = {
         arguments=(str(EXAMPLES / "triviaqa_search" / "my_trainer.py"),), needs=("bm25s",), env={"MODEL": "tiny"}
     ),
     "two tasks by PPO": Kind(arguments=(str(EXAMPLES / "tasks" / "my_trainer.py"),), needs=("torchjd",)),
+    "vLLM": Kind(arguments=(SHAPES, *BY_VLLM), needs=("vllm",), env=SHAPE),
+    "vLLM, adapter": Kind(arguments=(ONE_MILLION, *BY_VLLM), needs=("vllm",), env=ADAPTER),
 }
 
 
@@ -68,7 +75,7 @@ def test_a_kind_of_run(name: str, tmp_path: Path) -> None:
     for package in kind.needs:
         if find_spec(package) is None:  # imported here, it could take memory of the GPU in this process
             pytest.skip(f"{package} is not installed")
-    arguments = (*kind.arguments, *DEVICES, "--generator", "hf", "--steps", str(STEPS))
+    arguments = (*DEVICES, "--generator", "hf", "--steps", str(STEPS), *kind.arguments)
     expect_end(cli(tmp_path, "train", *arguments, **kind.env), tmp_path, RUN_S)
     expect_finished(tmp_path, STEPS)
     for command in kind.then:
@@ -92,10 +99,9 @@ def test_a_sharded_trainer_of_one_process(offload: bool, tmp_path: Path) -> None
     config |= {"num_processes": 1, "gpu_ids": "0"}
     config["fsdp_config"]["fsdp_offload_params"] = offload
     (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(config))
-    setup = str(ROOT / "benchmarks" / "setups" / "qwen3_shape.py")
     sharded = ("--accelerate-config", "fsdp2.yaml", "--worker-device-ids", "0,0", "--generator", "hf")
     env = {"QWEN3_SHAPE": "tiny", "COMPLETION": "16", "STEPS": str(STEPS)}
-    expect_end(cli(tmp_path, "train", setup, *sharded, **env), tmp_path, RUN_S)
+    expect_end(cli(tmp_path, "train", SHAPES, *sharded, **env), tmp_path, RUN_S)
     expect_finished(tmp_path, STEPS)
     assert max(mismatch(tmp_path)) < 0.05  # bf16
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,63 +52,125 @@ def test_a_part_that_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
         assert "**Failed** with exit code 1" in section
 
 
-def slow_check(tmp_path: Path, benchmark: str) -> subprocess.Popen[bytes]:
-    """The part `weights`, with a Python that runs this line of a shell in place of the benchmark."""
+def slow_check(tmp_path: Path, command: str, *parts: str) -> subprocess.Popen[bytes]:
+    """These parts, with a Python that runs this line of a shell in place of their benchmarks and tests."""
     slow = tmp_path / "python"
-    slow.write_text(f"#!/bin/sh\ncase $1 in *.py) {benchmark} ;; *) exit 0 ;; esac\n")
+    slow.write_text(f'#!/bin/sh\ncase "$1 $2" in *.py\\ * | *pytest) {command} ;; *) exit 0 ;; esac\n')
     slow.chmod(0o755)
     env = {**os.environ, "PYTHON": str(slow), "OUT": str(tmp_path)}
     script = ROOT / "scripts" / "gpu_check.sh"
-    return subprocess.Popen([str(script), "weights", "--dry-run"], env=env, start_new_session=True)
+    return subprocess.Popen([str(script), *parts, "--dry-run"], env=env, start_new_session=True)
 
 
 def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) -> None:
     """The machine may be taken away in the middle of a part. By default the report is where OUT says."""
-    with slow_check(tmp_path, "echo half a figure; sleep 60") as running:
-        report = tmp_path / "gpu_report.md"
-        deadline = time.monotonic() + 60
-        while not (report.exists() and "half a figure" in report.read_text()):
-            assert time.monotonic() < deadline, "it is written as it comes"
-            time.sleep(0.05)
+    report = tmp_path / "gpu_report.md"
+    with slow_check(tmp_path, "echo half a figure; sleep 60", "weights") as running:
+        until(lambda: report.exists() and "half a figure" in report.read_text(), "what is written as it comes")
         os.killpg(running.pid, signal.SIGKILL)
     assert "half a figure" in report.read_text()
 
 
-def test_a_check_that_is_ended_ends_the_part_that_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [("weights",), ("tests", "kinds")], ids=["alone", "side by side"])
+def test_a_check_that_is_ended_ends_the_parts_that_run(parts: tuple[str, ...], tmp_path: Path) -> None:
     """A part that is left behind would share the GPU with what is measured next."""
-    with slow_check(tmp_path, 'echo $$ >"$OUT/pid"; exec sleep 600') as running:
-        pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the part's pid"))
+    with slow_check(tmp_path, 'echo half; echo $$ >"$OUT/$$.pid"; exec sleep 600', *parts) as running:
+        pids = until(lambda: len(found := list(tmp_path.glob("*.pid"))) == len(parts) and found, "the parts' pids")
         running.terminate()
         assert running.wait(60) == 143
-    until(lambda: is_gone(pid), "the part's end")
+    for pid in pids:
+        until(lambda pid=pid: is_gone(int(pid.stem)), "a part's end")
+    assert (tmp_path / "gpu_report.md").read_text().count("```text\nhalf\n") == len(parts), "sections were joined"
+
+
+def test_parts_that_run_side_by_side_have_whole_sections(tmp_path: Path) -> None:
+    meet = """case $* in *kinds*) me=kinds you=tests ;; *) me=tests you=kinds ;; esac; echo $me begins; touch "$OUT/$me"
+        until [ -e "$OUT/$you" ]; do sleep 0.05; done; echo $me ends"""
+    with slow_check(tmp_path, meet, "tests", "kinds") as running:
+        assert running.wait(200) == 0
+    sections = (tmp_path / "gpu_report.md").read_text().split("\n## ")[1:]
+    assert [section.splitlines()[0] for section in sections] == ["Tests marked gpu", "Each kind of run"]
+    for section, name in zip(sections, ("tests", "kinds"), strict=True):
+        assert f"```text\n{name} begins\n{name} ends\n```\n\nDone in" in section
+
+
+def test_a_budget_shortens_a_limit_and_leaves_out_what_has_less_than_half(tmp_path: Path) -> None:
+    code, report = check(tmp_path, "weights", "padding", "targets", "--budget", "100", PYTHON="true")
+    assert code == 0
+    assert re.search(r"## Weights\n\nLeft out: \d+ s of the budget were left, its limit is 300\.", report)
+    assert re.search(r"padding\n\nIts limit is the \d+ s that were left of the budget, in place of 120\.", report)
+    assert "Done in" in report and "## Targets" in report
+
+
+def test_what_is_brought_is_unpacked_once(tmp_path: Path) -> None:
+    """Into the project's folder, so the script is copied into another one."""
+    folder, stage, pieces = (tmp_path / name for name in ("scripts", "stage/vllm", "pieces"))
+    for each in (folder, stage, pieces):
+        each.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "gpu_check.sh", folder)
+    (stage / "__init__.py").write_text("print('imported', __file__)\nLLM, __version__ = 'it', '1'\n")
+    pack = "tar c -C stage vllm | xz | split -b 100 - pieces/piece. && cd pieces && sha256sum piece.* >manifest"
+    subprocess.run(["bash", "-c", pack], cwd=tmp_path, check=True, timeout=60)
+
+    def report() -> str:
+        command = [str(folder / "gpu_check.sh"), "vllm", "--vllm", str(pieces), "--budget", "99"]
+        env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
+        subprocess.run(command, env=env, timeout=200, check=False)
+        return (tmp_path / "gpu_report.md").read_text().rpartition("# GPU check")[2]
+
+    unpacked = tmp_path / ".gpu" / "vllm-site" / "vllm" / "__init__.py"
+    assert f"imported {unpacked}" in report()
+    unpacked.write_text(unpacked.read_text().replace("imported", "kept"))
+    assert f"kept {unpacked}" in report()
+    next(pieces.glob("piece.*")).write_bytes(b"damaged")
+    assert f"Left out: the pieces in {pieces} could not be unpacked." in report()
+
+
+def test_a_slimmed_library_keeps_what_its_gpu_loads(tmp_path: Path) -> None:
+    def entry(kind: int, sm: int, size: int) -> bytes:
+        return struct.pack("<HHIQ12xI", kind, 0x101, 64, size, sm).ljust(64, b"\0") + bytes([sm]) * size
+
+    def container(*entries: bytes, of: int) -> bytes:
+        code = b"".join(entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(code)) + code.ljust(of, b"\0")
+
+    ptx, code = 1, 2
+    own = container(entry(code, 80, 8), entry(code, 90, 8), entry(ptx, 90, 8), of=0)
+    compiled = container(entry(code, 80, 8), entry(ptx, 75, 8), entry(ptx, 80, 8), entry(ptx, 100, 8), of=0)
+    neither = container(entry(code, 100, 16), entry(code, 120, 8), of=0)
+    (tmp_path / "it.so").write_bytes(b"before" + own + b"between" + compiled + neither)
+    command = [sys.executable, str(ROOT / "scripts" / "slim_cuda.py"), str(tmp_path / "it.so")]
+    subprocess.run(command, check=True, timeout=60)
+    slimmed = (container(entry(code, 90, 8), of=3 * 72), container(entry(ptx, 80, 8), of=4 * 72))
+    last = container(entry(code, 120, 8), of=80 + 72)
+    assert (tmp_path / "it.so").read_bytes() == b"before" + slimmed[0] + b"between" + slimmed[1] + last
 
 
 def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
     code, report = check(tmp_path, "--plan", GSM8K_PATH="data")
     assert code == 0 and not report, "nothing is run, and nothing is reported"
-    script = [str(ROOT / "scripts" / "gpu_check.sh"), "--plan"]
-    plan = subprocess.run(script, env={**os.environ, "GSM8K_PATH": "data"}, capture_output=True, text=True, timeout=60)
+    plan = planned()
     limits: dict[str, int] = {}
-    for line in plan.stdout.splitlines():
+    for line in plan.splitlines():
         if line.startswith("scripts/gpu_check.sh "):
             part = line.split()[1]
             limits[part] = 0
         elif found := re.search(r"at most (\d+) s", line):
             limits[part] += int(found[1])
-    assert list(limits) == [
-        "smoke",
-        "tests",
-        "kill",
-        "kinds",
-        "async",
-        "padding",
-        "weights",
-        "deterministic",
-        "gsm8k",
-        "targets",
-    ]
-    assert all(seconds < 600 for seconds in limits.values())
-    assert all(limits[part] for part in limits if part != "targets")
+    assert " ".join(limits) == (
+        "smoke vllm kill one_gpu async weights padding tests kinds deterministic full gsm8k targets"
+    )
+    assert all(0 < limits[part] < 600 for part in limits if part != "targets")
+    at_once = sum(limits[part] for part in ("tests", "kinds", "deterministic")) - limits["tests"]
+    assert f"all of it: {sum(limits.values()) - at_once} s at most" in plan
+    some = planned("--budget", str(limits["smoke"] + 10))
+    assert f"Weights: left out, 10 s of the budget were left, its limit is {limits['weights']}." in some
+
+
+def planned(*options: str) -> str:
+    script = [str(ROOT / "scripts" / "gpu_check.sh"), "--plan", *options]
+    env = {**os.environ, "GSM8K_PATH": "data"}
+    return subprocess.run(script, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_an_unknown_part(tmp_path: Path) -> None:

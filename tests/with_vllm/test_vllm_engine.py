@@ -22,7 +22,7 @@ from async_grpo.rollout.engines.vllm_sampling import structured
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
-CLOSE = 1e-4
+CLOSE = 1e-4 if qwen3_1m.DEVICE == "cpu" else 0.3  # fp32, bf16
 
 
 def rollout_trainer(**changes: Any) -> GRPOTrainer:
@@ -30,7 +30,7 @@ def rollout_trainer(**changes: Any) -> GRPOTrainer:
     for name, value in changes.items():
         setattr(trainer.args, name, value)
     RolloutTrainer(trainer)
-    trainer.model.eval()
+    trainer.model.to(qwen3_1m.DEVICE, torch.bfloat16 if trainer.args.bf16 else torch.float32).eval()
     return trainer
 
 
@@ -70,7 +70,7 @@ def change(trainer: GRPOTrainer, seed: int) -> None:
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 def run(engine: VLLMEngine, prompts: dict[str, list[int]], version: int) -> dict[str, tuple[list[int], list[float]]]:
@@ -100,7 +100,8 @@ def named(prefix: str) -> dict[str, list[int]]:
 def logprobs_of(trainer: GRPOTrainer, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
     """The log-probabilities that the trainer computes, [tokens]."""
     with torch.no_grad():
-        logits = trainer.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        tokens = torch.tensor([prompt + ids], device=qwen3_1m.DEVICE)
+        logits = trainer.model(tokens).logits[0, len(prompt) - 1 : -1].float().cpu()
     return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 

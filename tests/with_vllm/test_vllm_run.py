@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from runs import command, read, steps_logged
+from runs import ROOT, command, read, steps_logged
 
 SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
 STEPS = 20
@@ -18,6 +21,14 @@ STEPS = 20
 def logged(run_dir: Path, name: str) -> list[float]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [entry[name] for entry in map(json.loads, lines) if name in entry]
+
+
+def test_the_part_of_the_gpu_check_without_a_gpu(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    check = [str(ROOT / "scripts" / "gpu_check.sh"), "vllm", "--dry-run", "--report", str(report)]
+    ended = subprocess.run(check, env={**os.environ, "PYTHON": sys.executable}, timeout=560, check=False)
+    assert ended.returncode == 0 and "Left out" not in report.read_text(), report.read_text()
+    assert "vLLM in our worker" in report.read_text(), "tokens a second"
 
 
 def test_twenty_steps_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A setup file for tests with vLLM: a random Qwen3 of about 1 M parameters, with heads as wide as its CPU build wants.
 
 `TEST_LORA=1` trains an adapter, `TEST_USE_VLLM=1` asks TRL for vLLM, `TEST_TOKENS` is the longest completion,
-`TEST_SAVE=1` keeps checkpoints.
+`TEST_SAVE=1` keeps checkpoints. It computes on the CPU, or in bf16 on the GPU that GPU_TESTS_DEVICE names: on a GPU,
+vLLM's kernels for adapters take no fp32.
 """
 
 import os
@@ -13,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cpu")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
 
 
@@ -72,7 +74,7 @@ def get_trainer() -> GRPOTrainer:
             logging_steps=1,
             report_to="none",
             disable_tqdm=True,
-            bf16=False,
-            use_cpu=True,
+            bf16=DEVICE != "cpu",
+            use_cpu=DEVICE == "cpu",
         ),
     )
