@@ -26,7 +26,7 @@ class Target:
     file: str
     rows: tuple[str, ...]
     flat: bool = True  # of weights: only what was flattened
-    of: str = ""  # the size that is judged: a smaller one shows what surrounds it
+    of: str = ""  # in the name: the size that is judged, where a smaller one shows what surrounds it
 
 
 TARGETS = (
@@ -60,12 +60,20 @@ TARGETS = (
         rows=("2 workers against",),
         flat=False,
     ),
+    Target(
+        what="vLLM in the worker against `LLM.generate`",
+        target=">= 0.95",
+        unit="×",
+        file="gpu_vllm.json",
+        rows=("",),
+        flat=False,
+        of="our worker against plain vLLM",
+    ),
 )
 ELSEWHERE = (
     "| `generate` with 2, 4 and 8 GPUs against one | >= 1.8, 3.5, 6.5 | not run | "
     "`benchmarks/experiments.py --only generation`, where there are several |",
     "| torn reads | 0 | | `tests/gpu/test_processes_cuda.py` asserts it |",
-    "| vLLM in the worker against `LLM.generate` | >= 0.95 | | `benchmarks/generators.py`, where vLLM is installed |",
 )
 
 
