@@ -10,7 +10,8 @@ set -euo pipefail
 folder=$(realpath -m "${1:-"$(dirname "$0")/../.gpu/vllm"}")
 version=${2:-3.12}
 cd "$(dirname "$0")/.."
-python=.venv/bin/python
+root=$PWD
+python=$root/.venv/bin/python
 [[ -x $python ]] || python=python3
 packages=(vllm==0.26.0 annotated-types==0.8.0 apache-tvm-ffi==0.1.10 cachetools==8.0.2 cbor2==6.3.0 distro==1.9.0
     fastapi==0.136.3 llguidance==1.7.6 msgspec==0.22.0 openai==2.54.0 openai-harmony==0.0.8
@@ -33,7 +34,7 @@ done
 cd "$scratch/stage"
 ls -d "${left_out[@]}" >/dev/null # a wheel that has other files than these were written for is not packed
 rm -r "${left_out[@]}"
-"$OLDPWD/$python" "$OLDPWD/scripts/slim_cuda.py" "${slimmed[@]}"
+"$python" "$root/scripts/slim_cuda.py" "${slimmed[@]}"
 strip --strip-debug xgrammar/*.so
 mkdir -p "$folder"
 rm -f "$folder"/piece.* "$folder/manifest"
