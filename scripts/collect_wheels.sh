@@ -10,10 +10,10 @@ version=${2:-3.12}
 packages=("${@:3}")
 python=.venv/bin/python
 [[ -x $python ]] || python=python3
-((${#packages[@]})) || packages=(trl datasets dill multiprocess loguru crc32c zstandard bm25s math-verify latex2sympy2_extended
-    antlr4-python3-runtime torchjd)
+((${#packages[@]})) || packages=(trl datasets dill multiprocess loguru crc32c zstandard bm25s math-verify
+    latex2sympy2_extended antlr4-python3-runtime torchjd)
 platforms=()
-for glibc in 2_34 2_31 2_28 2_27 2_24 2_17 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
+for glibc in 2_28 2_27 2_24 2_17 2_5 2_31 2_34; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 for package in "${packages[@]}"; do
     pin=$(grep -m1 "^$package==" src/async_grpo/constraints.txt || echo "$package")
     "$python" -m pip download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
