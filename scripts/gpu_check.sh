@@ -5,8 +5,8 @@
 #
 # usage: scripts/gpu_check.sh [PART ...] [--budget SECONDS] [--report FILE] [--wheels FOLDER] [--vllm FOLDER]
 #                             [--dry-run] [--plan]
-#   PART       by default all: smoke, vllm, kill, one_gpu, async, weights, padding, tests, kinds, deterministic, full,
-#              gsm8k, targets
+#   PART       by default all: smoke, vllm, sampler, kill, one_gpu, async, weights, padding, tests, kinds, deterministic,
+#              full, gsm8k, targets
 #   --budget   begin nothing whose time limit is more than what is left of this; where at least half of the limit is
 #              left, the limit is what is left. The report says what was left out
 #   --report   default: gpu_report.md, in $OUT where that is set; figures go next to it as JSON
@@ -26,7 +26,7 @@ wheels=
 vllm=
 dry_run=
 plan=
-all=(smoke vllm kill one_gpu async weights padding tests kinds deterministic full gsm8k targets)
+all=(smoke vllm sampler kill one_gpu async weights padding tests kinds deterministic full gsm8k targets)
 side_by_side=(tests kinds deterministic)
 parts=()
 among() { [[ " ${*:2} " == *" $1 "* ]]; } # among WORD WORD...
@@ -150,6 +150,11 @@ run_vllm() {
         leave_out "The rest of vLLM" "see above."
 }
 
+# The graphs and the kernel of `--generator hf` give the tokens of the loop without them.
+run_sampler() {
+    part "Sampler" 120 "$python" -m pytest tests/gpu/test_sampler_cuda.py -m gpu -rA -s -q -p no:cacheprovider
+}
+
 run_kill() {
     local shape=0.6B limit=420
     [[ ! $dry_run ]] || shape=tiny limit=300
@@ -206,7 +211,7 @@ run_tests() {
     else
         part "Tests marked gpu" 420 "$python" -m pytest tests/gpu -m gpu -rA -s -q -p no:cacheprovider \
             --deselect tests/gpu/test_runs_cuda.py --deselect tests/gpu/test_weights_cuda.py \
-            --deselect tests/gpu/test_kinds_of_run_cuda.py -k "not ($fill_the_gpu)"
+            --deselect tests/gpu/test_kinds_of_run_cuda.py --deselect tests/gpu/test_sampler_cuda.py -k "not ($fill_the_gpu)"
     fi
 }
 
@@ -318,7 +323,7 @@ once() {
     sums=$(cd "$2" && sha256sum -- *) || return 1
     if [[ $(cat "$site.sha256" 2>/dev/null) != "$sums" ]]; then
         rm -rf "$site" "$site.sha256" && mkdir -p "$site" && "$3" "$2" "$site" || return 1
-        printf '%s\n' "$sums" >"$site.sha256" # last: what was broken off is begun anew
+        printf '%s\n' "$sums" >"$site.sha256" # last: what was broken off begins again
     fi
     export PYTHONPATH="$PYTHONPATH:$PWD/$site"
 }
