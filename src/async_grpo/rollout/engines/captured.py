@@ -46,11 +46,11 @@ class DecodeSteps:
         self._capture = capture
         self._said: set[str] = set()
         self._casts: dict[str, Tensor] = {}  # weights of linear layers, where precision is mixed
-        self._forget(None)
+        self._forget()
 
-    def _forget(self, memory: KeyValueMemory | None) -> None:
-        """Begin with other memory, of which there is no graph."""
-        self._memory = memory
+    def _forget(self) -> None:
+        """Let the memory of batches go, and with it what is of its addresses."""
+        self._memory: KeyValueMemory | None = None
         self._batches: list[FixedBatch] = []  # in that memory, one at a time
         self._logits_RV: Tensor | None = None
         self._pool: Any = None
@@ -90,7 +90,7 @@ class DecodeSteps:
         """The smallest that has so many rows and tokens a row; where none has, one more in the same memory."""
         kind = (*shapes_of(cache), positions_bL.shape[:-2], self._mixed())
         if self._memory is None or self._memory.kind != kind or self._memory.tokens < rows * room:
-            self._forget(None)
+            self._forget()
             gc.collect()  # what is forgotten makes room
             self._memory = KeyValueMemory(cache, kind, rows * room, self._mixed())
         fit = [batch for batch in self._batches if batch.most_rows >= rows and batch.most_room >= room]
@@ -149,7 +149,7 @@ class DecodeSteps:
                 self._pass()
         except Exception as error:  # noqa: BLE001  # whatever the model does that no graph can do
             self._capture = False
-            self._say(f"no more CUDA graphs, since one could not be made: {reason_of(error)}")
+            logger.warning("no more CUDA graphs, since one could not be made: {}", reason_of(error))
             return
         self._pool = graph.pool()
         self._here[shape] = graph
