@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import group, run
 from scipy.special import log_softmax
 from transformers import GenerationConfig, LogitsProcessorList
 
@@ -28,6 +27,7 @@ from async_grpo_experiments.worlds.enumerable import (
     numbers_of,
 )
 from async_grpo_experiments.worlds.tiny import endless_transformer, words_tokenizer
+from engines import group, run
 
 PROMPT = (3, 1)
 ETA = 0.2

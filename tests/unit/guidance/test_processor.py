@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import group, run
 from guided_models import PAD, PROMPTS, TOKENS, Words, engine, head_of, padded, processors, reference
 
 from async_grpo.errors import RunRefused, UnsupportedError, UsageError
@@ -14,6 +13,7 @@ from async_grpo.tokens import ids_and_logprobs
 from async_grpo_experiments.guidance import Guidance, ValueHead
 from async_grpo_experiments.guidance.divergence import divergence_of_policy
 from async_grpo_experiments.guidance.offsets import MODES
+from engines import group, run
 
 ALL_MODES = sorted({(mode, loss) for loss, modes in MODES.items() for mode in modes})
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import group
 from PIL import Image
 from worker_fakes import FakeEngine
 
@@ -15,6 +14,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.continuous import ContinuousEngine
 from async_grpo.rollout.engines.vllm_images import ImagePrompts
+from engines import group
 
 IMAGE, TEXT = 9, 1
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from engines import DEADLINE_S
 
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.threads import UserCode
@@ -20,6 +19,7 @@ from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.groups import ROUNDS
 from async_grpo.rollout.turns.tools import MOST_TEXT, ToolFailed, Tools
 from async_grpo.telemetry.activity import Activity
+from engines import DEADLINE_S
 
 
 def made(**options: Any) -> Tools:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engines import group, run, sample
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
 
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines.transformers import TransformersEngine
+from engines import group, run, sample
 
 PAD, EOS, OTHER_END = 0, 1, 2
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]  # of different lengths, so that two are padded

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import DEADLINE_S, job
 from worker_fakes import made
 
 from async_grpo.records import Job
@@ -20,6 +19,7 @@ from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.rollout.turns.groups import Turns
 from async_grpo.rollout.turns.whole import noted
 from async_grpo.tokens import Tokens, as_tokens
+from engines import DEADLINE_S, job
 
 Code = Callable[[Any, Any], Any]  # what a group does: (sample, row) -> its group
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines import job
 
 from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.vision import VisionInputs
+from engines import job
 
 CPU = torch.device("cpu")
 

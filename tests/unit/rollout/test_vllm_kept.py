@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import group
 
 from async_grpo.errors import BadGroupError, GeneratorError
 from async_grpo.records import Timings
@@ -19,6 +18,7 @@ from async_grpo.rollout.engines.vllm_sampling import kept_of, set_own
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores, to_record
 from async_grpo.tokens import Tokens
 from async_grpo.tokens.kept import unpack
+from engines import group
 
 
 def kept(*sets: list[int]) -> list[bytes]:
