@@ -21,7 +21,7 @@ def drawn_on(device: torch.device) -> Draw:
         refused = reason_of(error)
     if refused is None:
         return drawn_in_one_pass
-    logger.warning("tokens are sampled by several kernels, since one that reads the logits once {}", refused)
+    logger.warning("tokens are sampled by several kernels, not by the one that reads the logits once: {}", refused)
     return drawn
 
 
@@ -32,8 +32,8 @@ def _wrong(draw: Draw, device: torch.device, rows: int = 64) -> str | None:
     for scores_bV in (logits_bV, logits_bV.masked_fill(ruled_out, float("-inf"))):
         sampled_b, logprobs_b = draw(logits_bV, scores_bV, 0.7)
         if not bool(scores_bV.gather(1, sampled_b[:, None]).isfinite().all()):
-            return "samples what is ruled out"
+            return "it samples what is ruled out"
         apart = float((logprobs_b - logprobs_of(logits_bV, sampled_b, 0.7)).abs().max())
         if not apart < 1e-4:
-            return f"has log-probabilities that are {apart:.2g} off"
+            return f"it has log-probabilities that are {apart:.2g} off"
     return None
