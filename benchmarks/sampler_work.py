@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import SamplingLoop, drawn
+from async_grpo.rollout.engines.decoding import SamplingLoop
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,9 +95,9 @@ def counted(shape: str, rows: int) -> list[Row]:
         found[name] = work_of_a_token(loop), work_of_passes(loop, 1)[0]
     token, grown = found["shapes that grow"]
     fixed_token, fixed = found["fixed shapes"]
-    logits = torch.zeros((rows, model.config.vocab_size), dtype=model.dtype)
-    with Work() as drawing:
-        drawn(logits, logits, 1.0)
+    with torch.no_grad(), Work() as drawing:
+        loop._sample()
+    logits = loop._open_rows.logits_bV
     launches = len(fixed_token.kernels) - len(fixed.kernels) + 1
     return [
         row(f"launches a token, {rows} rows, shapes that grow", [len(token.kernels)], ""),

@@ -11,7 +11,6 @@ from on_device import DEVICE, ON_CPU, need_device
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import drawn
 from async_grpo.rollout.engines.drawing import drawn_on
 from async_grpo.rollout.engines.transformers import TransformersEngine
 from engines import sample
@@ -39,7 +38,7 @@ def engine_of(model: Any, *, fast: bool, **sampling: Any) -> TransformersEngine:
         pad_token_id=0,
         autocast=nullcontext,
         most_groups=8,
-        draw=drawn_on(torch.device(DEVICE)) if fast else drawn,
+        draw=drawn_on(torch.device(DEVICE)) if fast else None,
         steps=DecodeSteps(capture=not ON_CPU) if fast else None,
     )
 
@@ -89,10 +88,11 @@ def test_a_step_waits_for_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -
     sample(engine, PROMPTS, seed=1)
 
 
+@pytest.mark.skipif(ON_CPU, reason="the kernel needs a GPU; Triton's interpreter runs it in tests/with_triton")
 def test_the_kernel_draws_with_the_frequencies_of_the_softmax() -> None:
     need_device()
     draw = drawn_on(torch.device(DEVICE))
-    assert ON_CPU or draw is not drawn, "the kernel is taken"
+    assert draw is not None, "it is taken"
     torch.manual_seed(0)
     row = 2 * torch.randn(1, 50, device=DEVICE)
     rows = row.expand(100_000, 50).to(torch.bfloat16).contiguous()

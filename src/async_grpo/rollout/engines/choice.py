@@ -96,7 +96,6 @@ def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> 
         deterministic: a group's tokens must not depend on the groups beside it, which decide the shapes of a pass.
     """
     from async_grpo.rollout.engines.captured import DecodeSteps
-    from async_grpo.rollout.engines.decoding import drawn
     from async_grpo.rollout.engines.drawing import drawn_on
     from async_grpo.rollout.engines.transformers import TransformersEngine
 
@@ -113,7 +112,7 @@ def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> 
         guidance=guidance_of(trainer),
         tokenizer=trainer.processing_class,
         most_groups=trainer.args.generation_batch_size // trainer.num_generations,
-        draw=drawn_on(device) if fast else drawn,
+        draw=drawn_on(device) if fast else None,
         steps=DecodeSteps(capture=True) if fast else None,
         device=device,
     )

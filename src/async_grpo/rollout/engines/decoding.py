@@ -49,24 +49,6 @@ Draw = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 temperature of log-probabilities: tokens `[b]` and their log-probabilities `[b]`."""
 
 
-def drawn(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Sample from the softmax of the scores, by torch's own kernels."""
-    sampled_b = torch.multinomial(torch.softmax(scores_bV.float(), dim=-1), num_samples=1)[:, 0]
-    return sampled_b, logprobs_of(logits_bV, sampled_b, temperature)
-
-
-def likeliest(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Take the token with the highest score."""
-    sampled_b = scores_bV.argmax(dim=-1)
-    return sampled_b, logprobs_of(logits_bV, sampled_b, temperature)
-
-
-def logprobs_of(logits_bV: Tensor, sampled_b: Tensor, temperature: float) -> Tensor:
-    """Float32 natural logs of the full softmax at a temperature."""
-    logprobs_bV = torch.log_softmax(logits_bV.float() / temperature, dim=-1)
-    return logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
-
-
 class SamplingLoop:
     """Samples one continuation of each row, one token a `step`.
 
@@ -76,7 +58,7 @@ class SamplingLoop:
         temperature: of the log-probabilities, which are natural logs of the full softmax.
         group_sizes: numbers of neighbouring rows that belong together.
         most_tokens: of each group's rows; None: the configuration's, for all.
-        draw: how a token is sampled, if not the likeliest one is taken.
+        draw: how tokens are sampled; None: by torch's own kernels.
         steps: passes in fixed shapes, taken where the model can; None: shapes that grow.
         vision: what the images of the prompts are computed from.
     """
@@ -98,7 +80,7 @@ class SamplingLoop:
         pad_token_id: int,
         group_sizes: Sequence[int],
         most_tokens: Sequence[int] | None = None,
-        draw: Draw = drawn,
+        draw: Draw | None = None,
         steps: DecodeSteps | None = None,
         vision: VisionInputs | None = None,
         **model_kwargs: Any,
@@ -108,7 +90,7 @@ class SamplingLoop:
         self._longest = int(generation_config.max_length)
         self._processors = without_float_cumsum(logits_processor, input_ids.device)
         self._criteria = stopping_criteria
-        self._draw = draw if generation_config.do_sample else likeliest
+        self._do_sample, self._draw = generation_config.do_sample, draw
         self._temperature, self._pad = temperature, pad_token_id
         self._look_every = LOOK_EVERY_CPU if input_ids.device.type == "cpu" else LOOK_EVERY_GPU
         self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
@@ -162,7 +144,16 @@ class SamplingLoop:
         if self._processors:
             scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._open_rows)
             self._note_divergences(column)
-        sampled_b, self.logprobs_BC[rows_b, column] = self._draw(logits_bV, scores_bV, self._temperature)
+        if self._do_sample and self._draw is not None:
+            sampled_b, logprobs_b = self._draw(logits_bV, scores_bV, self._temperature)
+        else:
+            if self._do_sample:
+                sampled_b = torch.multinomial(torch.softmax(scores_bV.float(), dim=-1), num_samples=1)[:, 0]
+            else:
+                sampled_b = scores_bV.argmax(dim=-1)
+            logprobs_bV = torch.log_softmax(logits_bV.float() / self._temperature, dim=-1)
+            logprobs_b = logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
+        self.logprobs_BC[rows_b, column] = logprobs_b
         sampled_b = torch.where(self._going_B[rows_b], sampled_b, self._pad)
         self.completions_BC[rows_b, column] = sampled_b
         self.lengths_B += self._going_B

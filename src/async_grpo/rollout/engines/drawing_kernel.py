@@ -1,4 +1,4 @@
-"""`drawn` in one pass over the logits, as a Triton kernel: torch's own kernels go through them some ten times.
+"""Tokens drawn in one pass over the logits, by a Triton kernel: torch's own kernels go through them some ten times.
 
 A token is the largest of `score - log(q)` with q from an exponential distribution (Gumbel-max: Maddison et al.,
 "A* Sampling", 2014, page 2); torch.multinomial divides by the same q. The logsumexp is kept up meanwhile (Milakov and

@@ -18,7 +18,7 @@ from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import Draw, SamplingLoop, drawn
+from async_grpo.rollout.engines.decoding import Draw, SamplingLoop
 from async_grpo.rollout.engines.vision import VisionInputs
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.tokens import as_tokens
@@ -39,7 +39,7 @@ class TransformersEngine(BatchEngine):
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
         guidance: of the trainer, and the tokenizer that it compares.
         stopping: what ends a row besides the end token and the length.
-        draw: how a token is sampled.
+        draw: how tokens are sampled; None: by torch's own kernels.
         steps: passes in fixed shapes; None: in shapes that grow.
         device: where the model belongs, if it was loaded without weights.
     """
@@ -56,7 +56,7 @@ class TransformersEngine(BatchEngine):
         guidance: Guided | None = None,
         tokenizer: Any = None,
         stopping: StoppingCriteriaList | None = None,
-        draw: Draw = drawn,
+        draw: Draw | None = None,
         steps: DecodeSteps | None = None,
         device: torch.device | None = None,
     ) -> None:
