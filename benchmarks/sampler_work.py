@@ -31,11 +31,11 @@ from async_grpo.rollout.engines.captured import DecodeSteps
 from async_grpo.rollout.engines.decoding import SamplingLoop
 
 
-class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """The kernels that run, each with the shapes that it is given and gives, and the bytes of these."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.kernels: list[tuple[Any, ...]] = []
         self.bytes = 0
 

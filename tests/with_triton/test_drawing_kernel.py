@@ -11,9 +11,7 @@ import pytest
 
 from patience import DEADLINE_S
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed here: `make test-triton` makes an environment with it"
-)
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="`make test-triton` makes an environment with Triton")
 
 PROGRAM = """
 import torch
@@ -25,18 +23,17 @@ torch.manual_seed(0)
 kernel.BLOCK = 512
 assert _wrong(kernel.drawn_in_one_pass, torch.device("cpu"), rows=8) is None
 
-read = 0
+reads = []
 load = InterpreterBuilder.create_masked_load
 
 def counted(self, pointers, mask, *others):
-    global read
-    read += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+    reads.append(int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8)
     return load(self, pointers, mask, *others)
 
 InterpreterBuilder.create_masked_load = counted
 logits = torch.randn(4, 1300).to(torch.bfloat16)
 kernel.drawn_in_one_pass(logits, logits, 1.0)
-print("read", read / logits.nbytes)
+print("read", sum(reads) / logits.nbytes)
 
 row = 1.5 * torch.randn(16)
 rows = row.expand(600, 16).to(torch.bfloat16).contiguous()
@@ -48,14 +45,8 @@ torch.testing.assert_close(logprobs, exact.log()[sampled])
 
 
 def test_the_kernel_draws_what_the_softmax_says_and_reads_the_logits_once() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    command, env = [sys.executable, "-P", "-c", PROGRAM], {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ran.returncode == 0, ran.stderr
     found = dict(line.split() for line in ran.stdout.splitlines())
     assert 1 <= float(found["read"]) < 1.01, "and the logit of the token that was drawn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import (
 from async_grpo.rollout.engines import captured, decoding
 from async_grpo.rollout.engines.captured import DecodeSteps, rounded
 from async_grpo.rollout.engines.decoding import SamplingLoop
+from async_grpo.rollout.engines.fixed_batch import FixedBatch
 
 LENGTHS = [None, (20, 3, 7), (2, 2, 2, 20), (5,)]
 
@@ -95,24 +97,19 @@ def test_a_batch_that_failed_leaves_nothing_behind() -> None:
     assert_same(sampled(model, steps), wanted, within=0.0)
 
 
-def eager(**_: Any) -> PreTrainedModel:
-    model = plain()
-    model.config._attn_implementation = "eager"
-    return model
-
-
 @pytest.mark.parametrize(
-    ("model", "settings", "reason"),
+    ("attention", "settings", "reason"),
     [
-        (eager, {}, "the attention of Qwen3ForCausalLM is eager"),
-        (plain, {"cache_implementation": "static"}, "its cache is of StaticLayer"),
-        (plain, {"use_cache": False}, "its cache is of another kind"),
+        ("eager", {}, "the attention of Qwen3ForCausalLM is eager"),
+        ("sdpa", {"cache_implementation": "static"}, "its cache is of StaticLayer"),
+        ("sdpa", {"use_cache": False}, "its cache is of another kind"),
     ],
 )
 def test_others_are_decoded_as_before_and_the_log_says_why(
-    model: Any, settings: dict[str, Any], reason: str, messages: list[str]
+    attention: str, settings: dict[str, Any], reason: str, messages: list[str]
 ) -> None:
-    assert_same(sampled(model(), DecodeSteps(capture=True), **settings), sampled(model(), None, **settings), within=0.0)
+    (model := plain()).set_attn_implementation(attention)
+    assert_same(sampled(model, DecodeSteps(capture=True), **settings), sampled(model, None, **settings), within=0.0)
     assert "\n".join(messages).count(f"in growing shapes, kernel by kernel: {reason}") == 1
 
 
@@ -209,8 +206,18 @@ def test_graphs_compute_what_passes_do(make_model: Any, graphs: list[Recorded]) 
     assert sum(graph.replays for graph in graphs) > 50
 
 
-def test_batches_of_other_sizes_take_the_same_memory_in_turn(graphs: list[Recorded]) -> None:
+def test_batches_of_other_sizes_take_the_same_memory_in_turn(
+    graphs: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, steps = plain(), DecodeSteps(capture=True)
+    there: weakref.WeakSet[FixedBatch] = weakref.WeakSet()
+
+    def batch_of(*args: Any) -> FixedBatch:
+        assert {*there} == {*steps._batches}, "those of smaller memory are gone before there is other memory"
+        there.add(batch := FixedBatch(*args))
+        return batch
+
+    monkeypatch.setattr(captured, "FixedBatch", batch_of)
     for tokens, prompts, memory in (
         (20, GROUPS, 12 * 64),
         (100, GROUPS, 12 * 128),

@@ -51,10 +51,11 @@ class DecodeSteps:
     def _forget(self) -> None:
         """Let the memory of batches go, and with it what is of its addresses."""
         self._memory: KeyValueMemory | None = None
-        self._batches: list[FixedBatch] = []  # in that memory, one at a time
+        self._batches: list[FixedBatch] = []  # in that memory, one at a time; the last is the one in use
         self._logits_RV: Tensor | None = None
         self._pool: Any = None
         self._graphs: OrderedDict[tuple[int, ...], dict[Shape, torch.cuda.CUDAGraph]] = OrderedDict()
+        self._here: dict[Shape, torch.cuda.CUDAGraph] = {}  # those of the weights in use
         self._warm: set[Shape] = set()  # ran once: what a kernel loads at first is there
 
     def can(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
@@ -77,7 +78,7 @@ class DecodeSteps:
         """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
         self._model, self._kwargs = model, kwargs
         self._rows, self._place = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
-        self._batch = self._batch_of(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_ROOM))
+        self._take_batch(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_ROOM))
         self._batch.take(cache, mask_bL, positions_bL)
         self._cast_weights()
         where = tuple(it.data_ptr() for it in (*model.parameters(), *model.buffers()))
@@ -86,18 +87,21 @@ class DecodeSteps:
         while len(self._graphs) > PLACES:  # an exporter that ended had other slots
             self._graphs.popitem(last=False)
 
-    def _batch_of(self, cache: Cache, positions_bL: Tensor, rows: int, room: int) -> FixedBatch:
-        """The smallest that has so many rows and tokens a row; where none has, one more in the same memory."""
+    @property
+    def _batch(self) -> FixedBatch:
+        return self._batches[-1]
+
+    def _take_batch(self, cache: Cache, positions_bL: Tensor, rows: int, room: int) -> None:
+        """Take the smallest with at least these rows and tokens a row; where there is none, a new one."""
         kind = (*shapes_of(cache), positions_bL.shape[:-2], self._mixed())
         if self._memory is None or self._memory.kind != kind or self._memory.tokens < rows * room:
             self._forget()
             gc.collect()  # what is forgotten makes room
             self._memory = KeyValueMemory(cache, kind, rows * room, self._mixed())
         fit = [batch for batch in self._batches if batch.most_rows >= rows and batch.most_room >= room]
-        if not fit:
-            fit = [FixedBatch(cache, positions_bL, rows, room, self._memory)]
-            self._batches += fit
-        return min(fit, key=lambda batch: batch.most_rows * batch.most_room)
+        smallest = min(fit, key=lambda batch: batch.most_rows * batch.most_room, default=None)
+        batch = smallest or FixedBatch(cache, positions_bL, rows, room, self._memory)
+        self._batches = [*(it for it in self._batches if it is not batch), batch]
 
     def _mixed(self) -> torch.dtype | None:
         """What mixed precision multiplies in."""

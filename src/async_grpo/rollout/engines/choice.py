@@ -90,7 +90,7 @@ def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
 
 
 def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> TransformersEngine:
-    """One that samples with the trainer's own model.
+    """Make the engine that samples with the trainer's own model.
 
     Args:
         deterministic: a group's tokens must not depend on the groups beside it, which decide the shapes of a pass.

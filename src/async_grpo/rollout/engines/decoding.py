@@ -45,8 +45,8 @@ ONE = 2**62  # probability 1 as an integer; a float32 of 2**-38 or more is exact
 
 
 Draw = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""Of logits `[b, V]`, the scores that are sampled from (the same tensor where nothing processes them) and the
-temperature of log-probabilities: tokens `[b]` and their log-probabilities `[b]`."""
+"""A function of logits `[b, V]`, of the scores that are sampled from (the same tensor where nothing processes them) and
+of the temperature of log-probabilities. It returns tokens `[b]` and their log-probabilities `[b]`."""
 
 
 class SamplingLoop:
@@ -197,8 +197,8 @@ class _OpenRows:
         selectable = not model._is_stateful and (vision is None or self._cache is not None)
         self._can_select = (fixed or _make_room_in(self._cache)) and selectable
         self.rows_b = torch.arange(len(input_ids), device=input_ids.device)
+        self._steps: DecodeSteps | None = None
         self._prefill(input_ids)
-        self._steps = None
         if fixed and steps is not None:
             self._cache, cache = None, self._kwargs.pop("past_key_values")
             steps.begin(model, cache, self._mask_bL, self._positions_bL, longest, self._kwargs)
@@ -248,10 +248,7 @@ class _OpenRows:
             return sampled_b
         stay = going_b.nonzero()[:, 0]
         self.rows_b = self.rows_b[stay]
-        if self._steps is not None:
-            self._steps.select(stay)
-        else:
-            self._select(stay)
+        self._select(stay)
         for processor in processors:
             if hasattr(processor, "keep"):
                 processor.keep(stay)
@@ -271,6 +268,9 @@ class _OpenRows:
 
     def _select(self, rows: Tensor) -> None:
         """Keep these rows of everything that is computed with; a row may be there several times."""
+        if self._steps is not None:
+            self._steps.select(rows)
+            return
         if self._mask_bL is not None:
             self._mask_bL = self._mask_bL[rows]
         if self._positions_bL is not None:

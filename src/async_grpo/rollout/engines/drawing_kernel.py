@@ -25,19 +25,16 @@ def drawn_in_one_pass(logits_bV: Tensor, scores_bV: Tensor, temperature: float) 
     sampled_b = torch.empty(rows, dtype=torch.long, device=device)
     logprobs_b = torch.empty(rows, dtype=torch.float32, device=device)
     seeds_b = torch.randint(2**31 - 1, (rows,), dtype=torch.int32, device=device)
-    assert logits_bV.stride(1) == scores_bV.stride(1) == 1
     _draw[(rows,)](
-        logits_bV, scores_bV, seeds_b, sampled_b, logprobs_b, vocabulary, logits_bV.stride(0), scores_bV.stride(0),
-        float(temperature), ONE=scores_bV is logits_bV, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-        num_warps=8,
+        logits_bV.contiguous(), scores_bV.contiguous(), seeds_b, sampled_b, logprobs_b, vocabulary, float(temperature),
+        ONE=scores_bV is logits_bV, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
     )  # fmt: skip
     return sampled_b, logprobs_b
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
-    logits, scores, seeds, sampled, logprobs, vocabulary, logits_stride, scores_stride, temperature,
-    ONE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, scores, seeds, sampled, logprobs, vocabulary, temperature, ONE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seeds + row)
@@ -49,14 +46,14 @@ def _draw(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         token = start + lane
         inside = token < vocabulary
-        score = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        score = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
         logit = score / temperature
         higher = tl.maximum(highest, logit)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of lanes without a finite logit yet
         total = total * tl.exp(highest - base) + tl.exp(logit - base)
         highest = higher
         if not ONE:  # a logits processor made them
-            score = tl.load(scores + row * scores_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+            score = tl.load(scores + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
         uniform = tl.rand(seed, token) + 1.1641532e-10  # 2 ** -33, so that it is never 0
         # -log(1 - u), which has few digits where u is small: the numbers that win
         exponential = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
@@ -68,6 +65,6 @@ def _draw(  # type: ignore[no-untyped-def]
     normalizer = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
     winner = tl.argmax(best, 0)
     chosen = tl.sum(tl.where(lane == winner, best_token, 0), 0)
-    logit = tl.load(logits + row * logits_stride + chosen).to(tl.float32) / temperature
+    logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature
     tl.store(sampled + row, chosen.to(tl.int64))
     tl.store(logprobs + row, logit - normalizer)

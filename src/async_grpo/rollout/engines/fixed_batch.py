@@ -99,7 +99,7 @@ class FixedBatch:
         }
 
     def count_up(self) -> None:
-        """The next tokens stand one place further."""
+        """Move on by one token."""
         self.place += 1
         self.positions_R1 += 1
 
@@ -154,7 +154,7 @@ def shapes_of(cache: Cache) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def one_token_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model attend as below."""
+    """Let the model attend by `_attend`, with masks of `_mask`."""
     config = model.config.get_text_config(decoder=True)
     before, config._attn_implementation = config._attn_implementation, ATTENTION
     try:
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _mask(*, dtype: torch.dtype, **asked: Any) -> Tensor:
-    """0 where a token is seen, else minus infinity, `[R, 1, 1, L]`: made once a pass and not in each layer."""
+    """Make a mask `[R, 1, 1, L]`, 0 where a token is seen, else minus infinity: once a pass, not in each layer."""
     seen = sdpa_mask(**{**asked, "allow_is_causal_skip": False})
     kind = seen.device.type
     if torch.is_autocast_enabled(kind):

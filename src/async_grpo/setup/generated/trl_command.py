@@ -20,7 +20,7 @@ from async_grpo.rundir.paths import RunState
 from async_grpo.rundir.plan import TRLCall
 from async_grpo.settings import DECLARED
 from async_grpo.setup.generated import write_setup_file
-from async_grpo.setup.grpo_config.values import COMMIT
+from async_grpo.setup.grpo_config.values import looks_secret
 from async_grpo.setup.replaced import instead
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def contents(path: Path) -> dict[str, Any]:
     """What a YAML file says; all that it has under `env` as texts.
 
     Raises:
-        UsageError: the file cannot be used; in TRL's own words where TRL refuses it, too.
+        UsageError: the file cannot be used. What TRL refuses as well is said in its words.
     """
     import yaml
 
@@ -135,8 +135,7 @@ def _check_flags(flags: Sequence[str]) -> None:
         for refused, reason in _REFUSED.items():
             if name and refused.startswith(name):  # TRL's parser takes the beginning of a name for it
                 raise UsageError(f"--{refused}: {reason}")
-        shown = f"{name}={COMMIT.sub('commit', value)}"
-        if _redact(shown) != shown:
+        if looks_secret(name, value):
             raise UsageError(
                 f"--{name}: run.json keeps the arguments, and this one looks like a secret. Set it in the environment, "
                 "or write it into a YAML file."
@@ -199,8 +198,7 @@ def _unrecognized(argument: str, known: Sequence[str]) -> str:
 
     flag = argument.partition("=")[0]
     name = flag.removeprefix("--").replace("-", "_")
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = f" Did you mean {near[0]}?" if (near := get_close_matches(name, known, n=1)) else ""
     if name == "accelerate_config" or flag in launch_command_parser()._option_string_actions:
         hint = (
             " `trl grpo` passes it on to `accelerate launch`. Here the launcher starts all processes: see "

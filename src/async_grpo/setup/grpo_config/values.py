@@ -76,8 +76,7 @@ def _value(name: str, text: str) -> Any:
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f" Did you mean {near[0]}?" if near else " TRL's documentation of GRPOConfig lists all."
         raise UsageError(f"--set {name}: GRPOConfig has no field of this name.{hint}")
-    given = f"{name}={COMMIT.sub('commit', text)}"
-    if _redact(given) != given:
+    if looks_secret(name, text):
         raise UsageError(
             f"--set {name}: run.json keeps these values, and this one looks like a secret. Let the setup file read it "
             "from the environment."
@@ -88,6 +87,11 @@ def _value(name: str, text: str) -> Any:
         if value is not _NOT:
             return value
     raise UsageError(f"--set {name}={text}: {name} must be {_described(types)}, got {text!r}.")
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether a value of this name would be redacted in a log."""
+    return _redact(given := f"{name}={COMMIT.sub('commit', value)}") != given
 
 
 @functools.cache
