@@ -80,10 +80,10 @@ def test_the_files_of_the_real_clients_have_every_evaluation_and_the_names_of_th
         one.step: {f"eval/{name}": figure.value for name, figure in one.figures.items()}
         for one in read(tmp_path / "worker" / "evaluations.jsonl")
     }
-    assert sorted(expected) == [0, 3, 6]
+    assert {0, 6} <= set(expected), "the one between is skipped where the first takes longer than three steps"
     for logged in (in_wandbs_file, in_trackios_file):
         found = {int(entry["eval/version"]): entry for entry in logged if "eval/version" in entry}
-        assert sorted(found) == [0, 3, 6]
+        assert sorted(found) == sorted(expected)
         for step, figures in expected.items():
             assert {name: found[step][name] for name in figures} == pytest.approx(figures)
         assert sum("train/loss" in entry for entry in logged) == 6, "and the training as ever"
