@@ -168,6 +168,7 @@ class Numberless:
     """Warns once of each reward function that has given only NaN or None so far, from any thread."""
 
     def __init__(self) -> None:
+        self.looks = True  # there is a function that has not settled yet
         self._settled: set[int] = set()  # places of functions that gave a number, or were warned of
         self._completions: Counter[int] = Counter()  # of those that did not
         self._groups = 0
@@ -183,6 +184,7 @@ class Numberless:
                 self._completions[place] += len(rewards)
                 if len(names) == 1 or self._groups >= PATIENCE:
                     self._warn(place, distinct(names)[place], alone=len(names) == 1)
+            self.looks = len(self._settled) < len(names)
 
     def _warn(self, place: int, name: str, *, alone: bool) -> None:
         self._settled.add(place)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from transformers import TrainerState
+
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import DIVERGENCE, Job
@@ -34,7 +36,7 @@ from async_grpo.rollout.trl_group import (
     refuse_written_images,
     rows_of,
 )
-from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait
+from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait, nothing_added
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import adapter, class_of_trl, replaced_by_user
@@ -164,7 +166,8 @@ class RolloutTrainer:
             UnsupportedError: the job sets what no engine knows, an image cannot be read, or is in the prompt of a job
                 with `prefix_ids`.
         """
-        refuse_unknown_sampling(job, guided=self._is_guided)
+        if job.sampling:
+            refuse_unknown_sampling(job, guided=self._is_guided)
         self._refuse_changes(self.trainer)
         with self.view.during(job, version, users=False) as call:
             prepared = self._prepared(job, version)
@@ -196,6 +199,7 @@ class RolloutTrainer:
         prepared, size = sampled.prepared, sampled.prepared.job.num_generations
         prompt_ids, tokens = _with_prefix(sampled) if prepared.job.prefix_ids else (prepared.prompt_ids, sampled.tokens)
         trainer = copy.copy(self.trainer)
+        trainer.state, trainer._metrics = TrainerState(), nothing_added()  # TRL counts there what nobody reads
         trainer._tokenize_prompts = lambda prompts: (prompt_ids, prepared.images, {})
         trainer._generate_single_turn = lambda *args, **kwargs: ids_and_logprobs(tokens)
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
@@ -222,7 +226,8 @@ class RolloutTrainer:
                 rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
             self._refuse_changes(scorer)
             columns = [_columns(scorer, *each) for each in zip(groups, parts, strict=True)]
-        self._numberless.saw(scorer.reward_func_names, rewards, len(groups))
+        if self._numberless.looks:
+            self._numberless.saw(scorer.reward_func_names, rewards, len(groups))
         extra = divided(call.extra, parts)
         call.take_over(self.view.outside)
         first = Scores(

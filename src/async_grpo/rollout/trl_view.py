@@ -64,7 +64,7 @@ class ScoringCall:
     def __init__(self, known: Mapping[str, Any], job: Job | None = None, *, scores: bool = False) -> None:
         self.known, self.job, self.scores = known, job, scores
         self.later: Mapping[str, Any] | None = None  # the fields of the state that did not come with the job
-        self.added = _nothing_added()
+        self.added = nothing_added()
         self.logged: defaultdict[str, list[float]] = defaultdict(list)  # `log_metric`
         self.extra: defaultdict[str, list[Any]] = defaultdict(list)  # `log_extra`
         self.error: AsyncGRPOError | None = None  # it ends the call, even where the user's code catches it
@@ -82,7 +82,7 @@ class ScoringCall:
 
     def take_over(self, other: ScoringCall) -> None:
         """Have what another call added to `_metrics` and logged sent with this one."""
-        added, other.added = other.added, _nothing_added()  # other threads add to it meanwhile
+        added, other.added = other.added, nothing_added()  # other threads add to it meanwhile
         logged, other.logged = other.logged, defaultdict(list)
         for mode, of_mode in added.items():
             for name, values in [*of_mode.items()]:
@@ -104,7 +104,8 @@ class ScoringCall:
         return found
 
 
-def _nothing_added() -> dict[str, defaultdict[str, list[float]]]:
+def nothing_added() -> dict[str, defaultdict[str, list[float]]]:
+    """`_metrics` of a trainer that has counted nothing yet."""
     return {"train": defaultdict(list), "eval": defaultdict(list)}
 
 
