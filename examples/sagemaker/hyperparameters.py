@@ -10,7 +10,7 @@ from typing import Any
 
 from async_grpo.errors import UsageError
 from async_grpo.setup.grpo_config.batch import Batch, BatchError, misfit
-from async_grpo.setup.typed_text import typed
+from async_grpo.verl_keys.keys import typed
 
 CREDITS = {  # trainer -> credit of TurnGRPOTrainer
     "mt_grpo": "turn",  # MT-GRPO

@@ -1,4 +1,4 @@
-"""Rows of several tasks, from parquet files in the form of verl's recipes.
+"""Rows of several tasks, from parquet files in the form of verl's recipes, and which of them are used.
 
 Nothing is repaired: a cell that cannot be used is an error with its file, row and column. Text is read as JSON or as a
 Python literal, and never evaluated.
@@ -27,6 +27,7 @@ REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("ability", "extra_info", "apply_chat_template")
 _AS_JSON = json.JSONEncoder(allow_nan=False).encode
 _TWO_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # which JSON reads as one
+_PROMPTS_AT_ONCE = 1000  # that a tokenizer gets
 _AT_ONCE = 256  # rows that are Python's, so few that they die young; the others are columns of Arrow
 
 first_seen: dict[str, str] = {}
@@ -180,3 +181,47 @@ def _is_read_back(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_read_back(key) and _is_read_back(one) for key, one in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_is_read_back, value))
+
+
+def within(dataset: Dataset, tokenizer: Any, tokens: int, *, drop: bool = False) -> Dataset:
+    """Check that no prompt is longer than `tokens`, or `drop` the rows of longer ones and print how many there were.
+
+    Raises:
+        UsageError: one is longer, or all are and would be left out.
+    """
+    fitting = []
+    for row, length in enumerate(_lengths(dataset["prompt"], tokenizer)):
+        if length <= tokens:
+            fitting.append(row)
+        elif not drop:
+            source = dataset[row]["data_source"]
+            raise UsageError(
+                f"The prompt of row {row + 1:,} of the data ({source}) has {length:,} tokens, and at most {tokens:,} "
+                "are allowed (data.max_prompt_length). Raise it, or leave such rows out: "
+                "data.filter_overlong_prompts=true, here drop=True."
+            )
+    if not fitting:
+        raise UsageError(f"Every prompt has over {tokens:,} tokens (data.max_prompt_length). Raise it.")
+    if len(fitting) == len(dataset):
+        return dataset
+    print(f"{len(dataset) - len(fitting):,} of {len(dataset):,} rows have over {tokens:,} tokens, and are left out")
+    return dataset.select(fitting)
+
+
+def sampled(tasks: Mapping[str, Dataset], rows: int, *, seed: int) -> dict[str, Dataset]:
+    """Draw `rows` of all tasks, of each its share and at least one; the same seed draws the same."""
+    total = sum(map(len, tasks.values()))
+    if total <= rows:
+        return dict(tasks)
+    return {task: own.shuffle(seed=seed).select(range(max(1, rows * len(own) // total))) for task, own in tasks.items()}
+
+
+def _lengths(prompts: Sequence[Any], tokenizer: Any) -> Iterator[int]:
+    for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
+        some = prompts[start : start + _PROMPTS_AT_ONCE]
+        if isinstance(some[0], str):
+            read = tokenizer(list(some))["input_ids"]
+        else:
+            texts = tokenizer.apply_chat_template(list(some), tokenize=False, add_generation_prompt=True)
+            read = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        yield from map(len, read)

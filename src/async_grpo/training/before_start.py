@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UsageError
+from async_grpo.formatting import counted, size
 from async_grpo.log import logger
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import TrainingSettings
-from async_grpo.setup.algorithm import compares_groups
+from async_grpo.setup import fingerprints
+from async_grpo.setup.algorithm import compares_groups, gradients_besides
 from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.openai_harness import check_agent
@@ -21,10 +24,11 @@ from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.schedule import LARGEST_ROUND, groups_per_round, schedule_of
 from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
-from async_grpo.training.tasks_of_rows import describe_tasks
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+
+MOST_NAMED = 12  # of more tasks only the number is said
 
 
 def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | None) -> None:
@@ -95,3 +99,29 @@ def say_what_is_trained(trainer: GRPOTrainer, settings: TrainingSettings) -> Non
             settings.max_staleness,
             settings.max_staleness + later,
         )
+
+
+def describe_tasks(trainer: GRPOTrainer) -> str:
+    """Say which tasks there are, and what of each a batch and the memory hold; empty without tasks.
+
+    A trainer class that treats tasks says how in `tasks_in_words`.
+    """
+    parts = (_rows_of_each(trainer.train_dataset), getattr(trainer, "tasks_in_words", ""))
+    held = gradients_besides(trainer)
+    trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+    nbytes = sum(fingerprints.count(parameter) * parameter.element_size() for parameter in trained)
+    return "; ".join(filter(None, parts)) + (f", {held} × {size(nbytes)} more memory" if held else "")
+
+
+def _rows_of_each(dataset: Any) -> str:
+    columns = getattr(dataset, "column_names", None) or ()
+    if "task" not in columns or not hasattr(dataset, "unique"):  # which a stream has not
+        return ""
+    tasks = dataset["task"][:]
+    sources = dataset["data_source"][:] if "data_source" in columns else tasks
+    named = [(task, str(source)) for task, source in zip(tasks, sources, strict=True) if isinstance(task, str) and task]
+    rows, of_each = Counter(task for task, _ in named), Counter(task for task, _ in set(named))
+    if len(rows) > MOST_NAMED:
+        return f"{len(rows)} tasks in {len(named):,} rows"
+    more = {task: f" ({counted(found, 'source')})" if found > 1 else "" for task, found in of_each.items()}
+    return ", ".join(f"{task} {count:,} row{'' if count == 1 else 's'}{more[task]}" for task, count in rows.items())

@@ -7,13 +7,15 @@ The names and defaults are those of verl 0.9.1 (`trainer/config/_generated_ppo_t
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from async_grpo.errors import UsageError
-from async_grpo.setup.typed_text import typed
 
+_SHOWN = 100  # characters of what an error quotes
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 
@@ -268,3 +270,41 @@ def _reason(name: str) -> str:
     near = difflib.get_close_matches(name, KEYS, n=1)
     hint = f" Did you mean {near[0]}?" if near else " docs/ppo.md has those that there are."
     raise UsageError(f"There is no key {name}.{hint}")
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """Give a text its type.
+
+    `" 1e-6 "` -> 1e-6, `"TRUE"` -> True, `'"mt_grpo"'` (JSON within JSON, as SageMaker's SDK sends) -> mt_grpo.
+
+    Args:
+        name: of the value, for the error.
+        value: a text, or a number or a truth of JSON.
+        kind: bool, int, float or str.
+
+    Raises:
+        UsageError: the value is not of this type.
+    """
+    if isinstance(value, (dict, list)) or value is None:
+        raise UsageError(f"{name} must be a text, a number or true or false, got {json.dumps(value)[:_SHOWN]}.")
+    text = str(value).strip()
+    if len(text) > 1 and text.startswith('"') and text.endswith('"'):
+        try:
+            text = str(json.loads(text)).strip()
+        except ValueError:
+            raise UsageError(f"{name} is in quotes and not valid JSON: {text[:_SHOWN]}.") from None
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise UsageError(f"{name} must be true or false, got {text!r}.")
+        return text.lower() in ("true", "1")
+    if kind is str:
+        if not text:
+            raise UsageError(f"{name} is empty.")
+        return text
+    try:
+        number = kind(text)
+    except ValueError:
+        raise UsageError(f"{name} must be {'a whole number' if kind is int else 'a number'}, got {text!r}.") from None
+    if not math.isfinite(number):
+        raise UsageError(f"{name} must be a finite number, got {text!r}.")
+    return number

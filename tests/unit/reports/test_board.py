@@ -22,9 +22,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from async_grpo.cli import main
 from async_grpo.cli.inspect import board as board_command
 from async_grpo.errors import DiskFullError, RunDirError, UsageError
-from async_grpo.reports import tensorboard
 from async_grpo.reports.board import Board, BoardKeptError
-from async_grpo.reports.tensorboard import only_for_this_machine
 
 
 def series(run: ArchivedRun, tag: str, folder: str = "run") -> list[tuple[int, Any]]:
@@ -305,7 +303,7 @@ def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(UsageError, match="cannot use port"):
-            tensorboard.start(tmp_path, taken.getsockname()[1])
+            board_command.start_tensorboard(tmp_path, taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -329,5 +327,7 @@ def test_the_page_is_served_under_our_own_names_only(host: str, answer: str) -> 
         return [b"the run"]
 
     answers: list[str] = []
-    body = b"".join(only_for_this_machine(app)({"HTTP_HOST": host}, lambda status, headers: answers.append(status)))
+    body = b"".join(
+        board_command.only_for_this_machine(app)({"HTTP_HOST": host}, lambda status, headers: answers.append(status))
+    )
     assert answers == [answer] and (body == b"the run") == (answer == "200 OK")

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from torch import nn
 
-from async_grpo.training.tasks_of_rows import MOST_NAMED, describe_tasks
+from async_grpo.training.before_start import MOST_NAMED, describe_tasks
 
 
 def rows(*of_each: tuple[str, str, int]) -> Dataset:

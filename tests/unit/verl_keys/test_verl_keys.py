@@ -21,7 +21,7 @@ from async_grpo.errors import RunDirError, UsageError
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.tasks.files import files_by_task
 from async_grpo.verl_keys import Keys, VerlRun, planned
-from async_grpo.verl_keys.keys import ACTOR, KEYS, LOSSES, ONLY, ROLLOUT, WITHOUT_EFFECT
+from async_grpo.verl_keys.keys import ACTOR, KEYS, LOSSES, ONLY, ROLLOUT, WITHOUT_EFFECT, typed
 from async_grpo.verl_keys.run import trackers
 from async_grpo.verl_keys.steps import Steps
 from async_grpo.verl_keys.trainer import fields_of
@@ -271,3 +271,32 @@ def test_each_key_and_each_loss_is_on_the_page() -> None:
     assert [name for name, part in short.items() if f"`{part}`" not in PAGE and f"`{name}`" not in PAGE] == []
     assert all(f"`{mode}`" in PAGE for mode in LOSSES)
     assert not {*KEYS, *ONLY} & {*" ".join(WITHOUT_EFFECT.values()).split()}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("False", bool, False),
+        ("TRUE", bool, True),
+        (" 0 ", bool, False),
+        ('"true"', bool, True),
+        (" 1e-6 ", float, 1e-6),
+        ("-1", int, -1),
+        ('"mt_grpo"', str, "mt_grpo"),
+        ("/a=b.parquet", str, "/a=b.parquet"),
+        (3, int, 3),
+    ],
+)
+def test_text_gets_its_type(text: object, kind: type, value: object) -> None:
+    found = typed("key", text, kind)
+    assert found == value
+    assert type(found) is kind
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [("1e3", int, "key must be a whole number, got '1e3'"), ("inf", float, "finite"), (" ", str, "key is empty")],
+)
+def test_text_of_another_type_is_refused(text: str, kind: type, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        typed("key", text, kind)

@@ -163,7 +163,7 @@ def describe(trainer: GRPOTrainer, plan: RunPlan) -> TrainerFacts:
 
 
 def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
-    from async_grpo.training.tasks_of_rows import describe_tasks
+    from async_grpo.training.before_start import describe_tasks
 
     model = trainer.model
     return {

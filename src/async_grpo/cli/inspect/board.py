@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import io
+import logging
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
+from async_grpo.serving.guard import is_to_us
 from async_grpo.settings import not_negative
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
     from async_grpo.reports.board import Added, Board
 
 EXAMPLES = """\
@@ -29,6 +34,10 @@ EXAMPLES = """\
   async-grpo board worker --serve --port 6007   on another port"""
 
 LOOK_EVERY_S = 5.0
+_REFUSAL = b"""This page is for this machine only, as 127.0.0.1 or localhost, and was asked for under another name.
+With a name of its own for this address, any web page could read your run (DNS rebinding).
+Behind a proxy of your own, let it send the header Host: localhost
+"""
 
 
 @dataclass(slots=True)
@@ -147,11 +156,10 @@ def _counted(added: Added) -> str:
 
 def _serve(folder: Path, port: int, shown: Sequence[Shown]) -> int:
     """TensorBoard in this process, until Ctrl-C or SIGTERM."""
-    from async_grpo.reports.tensorboard import start
     from async_grpo.setup.process import StopRequest
 
     stop = StopRequest().install()
-    url = start(folder, port)
+    url = start_tensorboard(folder, port)
     print(
         f"TensorBoard on {', '.join(str(one.folder) for one in shown)}: {url} (Ctrl-C ends it, not the run)", flush=True
     )
@@ -166,6 +174,45 @@ def _serve(folder: Path, port: int, shown: Sequence[Shown]) -> int:
                 _look_again(one, one.board)
         looked = time.monotonic()
     return 0
+
+
+def start_tensorboard(folder: Path, port: int) -> str:
+    """Serve the event files below `folder` on 127.0.0.1, by any free port where it is 0; returns the address.
+
+    Raises:
+        UsageError: the port is taken.
+    """
+    from tensorboard import assets, default, program
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+
+    class Server(program.WerkzeugServer):
+        def __init__(self, app: WSGIApplication, flags: Any) -> None:
+            super().__init__(only_for_this_machine(app), flags)
+
+    server = program.TensorBoard(default.get_plugins(), assets.get_default_assets_zip_provider(), server_class=Server)
+    arguments = ["--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5"]
+    server.configure(["tensorboard", *arguments])
+    try:
+        with redirect_stderr(io.StringIO()):  # an advertisement of its faster loader
+            return str(server.launch())
+    except program.TensorBoardServerException as error:
+        raise UsageError(
+            f"TensorBoard cannot use port {port}: another program has it, perhaps another TensorBoard. "
+            f"Choose one with --port, or --port 0 for any free one."
+        ) from error
+
+
+def only_for_this_machine(app: WSGIApplication) -> WSGIApplication:
+    """Answer only requests that were made to 127.0.0.1 or localhost by name, whatever port a tunnel gives them."""
+
+    def guarded(request: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if is_to_us(str(request.get("HTTP_HOST", ""))):
+            return app(request, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [_REFUSAL]
+
+    return guarded
 
 
 def _look_again(one: Shown, board: Board) -> None:
