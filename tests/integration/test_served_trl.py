@@ -1,4 +1,4 @@
-"""Plain TRL with a vLLM server of its own: trained to the end, whatever happens to the server.
+"""Plain TRL with a vLLM server of its own, which it is trained with to the end, unless the server dies.
 
 The server is the small one of `fake_vllm_server.py` and its process a stub, so all that is real is TRL and its client.
 The real server is in `tests/with_vllm`, and the life of a process in `tests/unit/serving`.
@@ -7,6 +7,7 @@ The real server is in `tests/with_vllm`, and the life of a process in `tests/uni
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from fake_vllm_server import MortalServer, send_weights_by_http, serving
 from in_process import build_trainer
+from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -37,9 +39,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MortalServer]:
 def train(tmp_path: Path, steps: int = 3, **changes: Any) -> Any:
     """The trainer after its training."""
     asks = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": True}
-    with own_server(tmp_path / "run", None) as server:
+    with own_server(tmp_path / "run", None):
         trainer = build_trainer(tmp_path, max_steps=steps, **{**asks, **changes})
-        server.require_started()
         trainer.train()
     return trainer
 
@@ -75,23 +76,29 @@ def test_what_the_server_reads_of_the_model_is_a_model(server: MortalServer, tmp
 
 
 @pytest.mark.parametrize("dies_at", ["/v1/completions", "/start_weight_update", "/reset_prefix_cache"])
-def test_a_server_that_dies_gets_the_weights_again_and_is_asked_again(
+def test_a_server_that_dies_ends_the_run_with_its_last_words(
     server: MortalServer, tmp_path: Path, dies_at: str
 ) -> None:
-    server.dies_at = [dies_at] * 3
-    trainer = train(tmp_path)
-    assert (trainer.state.global_step, server.process.starts) == (3, 4)
-    assert max(mismatches(trainer)) < 1e-4
-    assert not server.process.running
-
-
-def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(
-    server: MortalServer, tmp_path: Path
-) -> None:
-    server.dies_at = ["/v1/completions"] * 9
-    with pytest.raises(GeneratorError, match=r"(?s)died 4 times without an answer.*log_vllm_server.txt:\nKilled"):
+    server.dies_at = dies_at
+    with pytest.raises(GeneratorError, match=r"(?s)log_vllm_server.txt:\nKilled\nThe same command continues the run"):
         train(tmp_path)
-    assert (server.process.starts, server.process.running) == (4, False)
+    assert (server.process.starts, server.process.running) == (1, False)
+
+
+def test_a_server_that_dies_while_it_takes_weights_is_not_waited_for(
+    server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would wait for it for ever."""
+    never = threading.Event()
+
+    def broadcast(*given: Any, **named: Any) -> None:
+        server.process.running = False
+        never.wait()  # in a thread that ends with the tests
+
+    monkeypatch.setattr("async_grpo.rollout.engines.served.client.SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", broadcast)
+    with pytest.raises(GeneratorError, match="is gone"):
+        train(tmp_path)
 
 
 def test_a_request_that_a_living_server_refuses_is_no_death(server: MortalServer, tmp_path: Path) -> None:
@@ -106,7 +113,6 @@ def test_a_request_that_a_living_server_refuses_is_no_death(server: MortalServer
     [
         ({"vllm_mode": "colocate"}, r'vllm_mode="colocate". Add --set vllm_mode=server'),
         ({"vllm_server_base_url": "http://other:8000"}, r"names one that runs already"),
-        ({"use_vllm": False}, r"generates without a vLLM server. Add --set use_vllm=true"),
     ],
 )
 def test_a_setup_file_that_asks_for_another_way_is_refused(

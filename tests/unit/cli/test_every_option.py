@@ -125,7 +125,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     trainer = SimpleNamespace(
         train=lambda: seen.update(trained=True),
         reward_funcs=[],
-        args=SimpleNamespace(output_dir="out"),
+        args=SimpleNamespace(output_dir="out", use_vllm=True),
         add_callback=keep,
     )
 
@@ -139,7 +139,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     @contextmanager
     def own_server(run_dir: Path, devices: str | None, ready_s: float) -> Iterator[Any]:
         seen["server"], seen["server_timeout"] = (run_dir, devices), ready_s
-        yield SimpleNamespace(require_started=lambda: None)
+        yield
 
     def plan(question: Question, run_dir: Path | None, gpu_memory: int | None) -> None:
         seen.update(planned=True, gpu_memory=gpu_memory)
@@ -246,6 +246,16 @@ def test_what_would_change_nothing_is_refused(
     assert main(["train", "setup.py", *arguments]) == 2
     assert re.search(words, capsys.readouterr().err)
     assert not launched and not alone
+
+
+def test_a_trainer_that_asks_for_no_server_gets_none(
+    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=False))
+    monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", lambda *given, **named: trainer)
+    assert main(["train", "setup.py", "-d", "cpu", "--generator", "vllm-server", "--run-dir", str(HERE)]) == 2
+    assert "generates without a vLLM server. Add --set use_vllm=true" in capsys.readouterr().err
+    assert "run_dir" not in alone
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from async_grpo.rundir.lifecycle import preview
 from async_grpo.settings import LaunchSettings, TrainingSettings, log_level
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import CPU, check_torch_sees, check_weights, choose_device, hold_to_device
-from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
+from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator, refuse_own_server
 
 if TYPE_CHECKING:
     from async_grpo.deltas.callback import DeltaCallback
@@ -143,20 +143,19 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
     with ExitStack() as entered:
         if run_dir is not None:
             entered.enter_context(plain_trl.held(run_dir))
-        server = None
         if serves and run_dir is not None:
             from async_grpo.roles.served_trl import own_server
             from async_grpo.serving.vllm_server import READY_S
 
-            server = entered.enter_context(own_server(run_dir, args.server_devices, args.server_timeout or READY_S))
+            entered.enter_context(own_server(run_dir, args.server_devices, args.server_timeout or READY_S))
         try:
             with gc_paused():
                 trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
         except KeyboardInterrupt:
             print("stopped, nothing was trained", file=sys.stderr)
             raise
-        if server is not None:
-            server.require_started()
+        if serves:
+            refuse_own_server(use_vllm=trainer.args.use_vllm)
         check_needs(trainer)
         refuse_guided(trainer)
         if settings.delta_every:
