@@ -10,11 +10,10 @@ holds where.
 Not contained: bugs of the kernel, which is shared, and what the libraries in /usr reveal about the machine. For
 adversaries use a virtual machine.
 
-`run` starts a program and watches it; `command` has the command of bubblewrap, and `stage` is process 1 in the
-namespaces; `seccomp` is the filter of system calls.
+`run` starts a program with bubblewrap and watches it, `stage` is process 1 in the namespaces, and `seccomp` is the
+filter of system calls.
 """
 
-from async_grpo.rewards.sandbox.records import Limits, SandboxError, SandboxResult
-from async_grpo.rewards.sandbox.run import SWITCH, run_code
+from async_grpo.rewards.sandbox.run import SWITCH, Limits, SandboxError, SandboxResult, run_code
 
 __all__ = ["SWITCH", "Limits", "SandboxError", "SandboxResult", "run_code"]
