@@ -71,10 +71,12 @@ def quick(number: int) -> int:
 class Streaming:
     """Continues every prompt at once, as an engine does whose batch can be joined."""
 
-    joins, most_groups = True, 64
+    most_groups = 64
 
     def __init__(self, script: Any) -> None:
-        self._script = script
+        from async_grpo.setup.generator_choice import VLLM
+
+        self._script, self.capabilities = script, VLLM
 
     def sample(self, new: Sequence[Any]) -> list[Any]:
         from async_grpo.rollout.engines import SampledGroup

@@ -31,7 +31,7 @@ from async_grpo.rollout.generation import Generation, generation
 from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.settings import NO_PADDING
-from async_grpo.setup.generator_choice import HF
+from async_grpo.setup.generator_choice import HF, STARTED_SERVER
 from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
@@ -284,7 +284,7 @@ class InProcessRun(TrainingEvents):
         self._fresh_every = fresh_every
         self._metrics = RolloutMetrics(partial(append_metric, self.trainer))
         self._rows = prompt_rows(self.trainer)
-        self._watch = Watch(self.trainer, generator=HF, max_staleness=0)
+        self._watch = Watch(self.trainer, engine=HF, max_staleness=0)
         self._version = 0
         self._seq = 0
         self.batches: list[list[RolloutGroup]] = []  # what the trainer took, batch by batch
@@ -401,6 +401,8 @@ class ScriptedGenerator:
 
 class ScriptedEngine(BatchEngine):
     """Samples what a `ScriptedGenerator` writes."""
+
+    capabilities = STARTED_SERVER
 
     def __init__(self, script: ScriptedGenerator) -> None:
         super().__init__(most_groups=8)

@@ -94,23 +94,23 @@ def test_an_override_of_the_server_decides_on_its_own_batch(tmp_path: Path) -> N
     assert sent == [{"top_k": 3}, {"temperature": 2.0, "top_k": 3}]
 
 
-def watched(output_dir: Path, change: Callable[[Any], None], *, generator: str | None = HF, stale: int = 0) -> Any:
+def watched(output_dir: Path, change: Callable[[Any], None], *, engine: Any = HF, stale: int = 0) -> Any:
     """What jobs are sampled with once the trainer is changed."""
     trainer = build_trainer(output_dir)
-    watch = Watch(trainer, generator=generator, max_staleness=stale)
+    watch = Watch(trainer, engine=engine, max_staleness=stale)
     assert watch.sampling() == {}
     change(trainer)
     return watch.sampling()
 
 
-@pytest.mark.parametrize("generator", [HF, VLLM, None])
-def test_the_length_can_be_changed_with_every_engine(generator: str | None, tmp_path: Path) -> None:
-    assert watched(tmp_path, setter(max_new_tokens=3), generator=generator, stale=4) == {"max_tokens": 3}
+@pytest.mark.parametrize("engine", [HF, VLLM, None])
+def test_the_length_can_be_changed_with_every_engine(engine: Any, tmp_path: Path) -> None:
+    assert watched(tmp_path, setter(max_new_tokens=3), engine=engine, stale=4) == {"max_tokens": 3}
 
 
 def test_settings_that_are_turned_off_are_sent_as_off(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path, top_p=0.9, top_k=5, min_p=0.1, temperature=0.7)
-    watch = Watch(trainer, generator=HF, max_staleness=0)
+    watch = Watch(trainer, engine=HF, max_staleness=0)
     setter(top_p=None, top_k=None, min_p=None, temperature=None)(trainer)
     assert watch.sampling() == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "temperature": 1.0}
     setter(top_p=0.9, top_k=5, min_p=0.1, temperature=0.7)(trainer)
@@ -158,7 +158,7 @@ def test_what_a_callback_changes_of_adapters_but_their_weights_is_refused(
     change: Callable[[Any], None], name: str, tmp_path: Path
 ) -> None:
     trainer = build_trainer(tmp_path, arguments={"peft_config": LoraConfig(target_modules=["q_proj"])})
-    watch = Watch(trainer, generator=HF, max_staleness=0)
+    watch = Watch(trainer, engine=HF, max_staleness=0)
     assert watch.sampling() == {}
     with trainer.model.disable_adapter():
         pass
@@ -173,7 +173,7 @@ def test_what_a_callback_changes_of_adapters_but_their_weights_is_refused(
 def with_buffer(output_dir: Path, value: torch.Tensor, *, persistent: bool) -> tuple[Any, Watch]:
     trainer = build_trainer(output_dir)
     trainer.model.register_buffer("scale", value, persistent=persistent)
-    return trainer, Watch(trainer, generator=HF, max_staleness=0)
+    return trainer, Watch(trainer, engine=HF, max_staleness=0)
 
 
 @pytest.mark.parametrize("change", [lambda model: model.scale.fill_(2.0), lambda model: model.scale.data.fill_(2.0)])
@@ -214,11 +214,11 @@ def test_what_is_compared_is_what_transformers_samples_with(tmp_path: Path) -> N
     assert (compared["typical_p"], compared["temperature"], compared["top_k"]) == (0.5, 1.0, 0)
 
 
-@pytest.mark.parametrize("generator", [VLLM, None])
+@pytest.mark.parametrize("engine", [VLLM, None])
 @pytest.mark.parametrize("name", ["top_p", "temperature"])
-def test_only_transformers_can_draw_from_another_distribution(name: str, generator: str | None, tmp_path: Path) -> None:
+def test_only_transformers_can_draw_from_another_distribution(name: str, engine: Any, tmp_path: Path) -> None:
     with pytest.raises(RunRefused, match=rf"^{name} of generation_config.*--generator hf"):
-        watched(tmp_path, setter(**{name: 0.5}), generator=generator)
+        watched(tmp_path, setter(**{name: 0.5}), engine=engine)
 
 
 def test_another_temperature_needs_fresh_rollouts(tmp_path: Path) -> None:
@@ -281,13 +281,13 @@ def test_trl_reads_its_sampling_settings_only_while_it_builds_the_trainer(tmp_pa
 def test_what_stays_is_never_taken_for_a_change(rollout_func: Any, tmp_path: Path) -> None:
     """A function may be an object, which is not equal to a copy of itself."""
     trainer = build_trainer(tmp_path, arguments={"rollout_func": rollout_func})
-    assert Watch(trainer, generator=HF, max_staleness=0).sampling() == {}
+    assert Watch(trainer, engine=HF, max_staleness=0).sampling() == {}
 
 
 def test_tools_that_are_taken_away_are_a_change(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path)
     trainer.tools = [len]
-    watch = Watch(trainer, generator=HF, max_staleness=0)
+    watch = Watch(trainer, engine=HF, max_staleness=0)
     trainer.tools = []
     with pytest.raises(RunRefused, match=r"^trainer\.tools has changed"):
         watch.sampling()

@@ -28,6 +28,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.setup.generator_choice import VLLM
 from async_grpo.tokens import as_tokens
 
 pytestmark = pytest.mark.integration
@@ -189,17 +190,13 @@ def test_a_tool_that_hangs_and_one_that_exits_cost_their_dialogue_a_text(tmp_pat
 class Streaming:
     """Continues every prompt at once, by the script."""
 
-    joins, most_groups = True, 8
+    capabilities, most_groups = VLLM, 8
 
     def __init__(self, script: ScriptedGenerator) -> None:
         self._script = script
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        made = []
-        for turn in new:
-            tokens = as_tokens(*self._script.generate(turn.prompt_ids))
-            made.append(SampledGroup(prepared=turn, tokens=tokens))
-        return made
+        return [SampledGroup(prepared=turn, tokens=as_tokens(*self._script.generate(turn.prompt_ids))) for turn in new]
 
     def follow(self, weights: Any) -> Any: ...
 

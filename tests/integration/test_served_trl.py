@@ -111,7 +111,7 @@ def test_a_request_that_a_living_server_refuses_is_no_death(server: MortalServer
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vllm_mode": "colocate"}, r'vllm_mode="colocate". Add --set vllm_mode=server'),
+        ({"vllm_mode": "colocate"}, r'vllm_mode="colocate". Add --set use_vllm=true --set vllm_mode=server'),
         ({"vllm_server_base_url": "http://other:8000"}, r"names one that runs already"),
     ],
 )

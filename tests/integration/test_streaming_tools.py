@@ -20,6 +20,7 @@ from in_process import (
 )
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.setup.generator_choice import VLLM
 from async_grpo.tokens import Tokens
 
 pytestmark = pytest.mark.integration
@@ -93,7 +94,7 @@ def kept(token: int) -> bytes:
 class Played:
     """Answers first turns with a call in the first place, as version 4, and later turns as version 5."""
 
-    joins, most_groups = True, GROUPS
+    capabilities, most_groups = VLLM, GROUPS
 
     def __init__(self, tokenizer: Any, call: str) -> None:
         self._tokenizer = tokenizer

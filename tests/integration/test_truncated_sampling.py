@@ -23,6 +23,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine
+from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.tokens import Tokens
 from async_grpo.tokens.kept import unpack
 from async_grpo.training.corrections.kept import IDS, SIZES
@@ -35,6 +36,8 @@ EXACT = 1e-5
 
 class Truncating(BatchEngine):
     """Samples one token after another from the tokens that are left, in ascending order of their ids."""
+
+    capabilities = STARTED_SERVER
 
     def __init__(self, *, names_kept: bool = True) -> None:
         super().__init__(most_groups=8)

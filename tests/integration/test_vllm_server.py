@@ -31,7 +31,7 @@ from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
-from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, engines_left_to_workers
+from async_grpo.setup.generator_choice import NAMED_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
 
@@ -256,7 +256,7 @@ def test_one_worker_feeds_a_server(server: FakeVLLMServer, tmp_path: Path) -> No
     from async_grpo.rollout.engines.choice import connect
 
     trainer = worker_trainer(tmp_path, server.url)
-    assert choose_generator(None, trainer, on_gpu=True) == VLLM_SERVER
+    assert choose_generator(None, trainer, on_gpu=True) == NAMED_SERVER
     lock = KernelLock(RunDir(tmp_path).generator_lock)
     assert lock.try_acquire()
     with pytest.raises(UsageError, match="Another worker feeds the vLLM server"):

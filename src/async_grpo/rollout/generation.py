@@ -26,7 +26,7 @@ class Generation(ABC):
 
     def __init__(self, trl: RolloutTrainer, engine: Engine) -> None:
         self._trl, self._engine = trl, engine
-        self.joins = engine.joins  # jobs can be started while others are generated
+        self.joins = engine.capabilities.joins  # jobs can be started while others are generated
 
     @property
     def most_groups(self) -> int:

@@ -38,7 +38,7 @@ from async_grpo.rollout.trl_group import (
 )
 from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait, nothing_added
 from async_grpo.setup.algorithm import Algorithm
-from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
+from async_grpo.setup.generator_choice import Capabilities, engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import adapter, class_of_trl, replaced_by_user
 from async_grpo.setup.sampling import guidance_of
 from async_grpo.setup.sampling_changes import SamplingChanges
@@ -127,9 +127,9 @@ class RolloutTrainer:
     def pad_token_id(self) -> int:
         return int(self.trainer._tokenizer.pad_token_id)
 
-    def sampled_by(self, generator: str, max_staleness: int | None) -> None:
+    def sampled_by(self, engine: Capabilities, max_staleness: int | None) -> None:
         """Note what decides which settings the user's code may change while it generates."""
-        self._changes.generator, self._changes.max_staleness = generator, max_staleness
+        self._changes.engine, self._changes.max_staleness = engine, max_staleness
 
     def sampling_of(self, job: Job) -> dict[str, Any]:
         """What a job is sampled with, where that is not what the setup file says.

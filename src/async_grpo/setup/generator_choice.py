@@ -1,4 +1,4 @@
-"""Choose the engine that the workers generate with, and build a trainer whose setup file asks TRL for vLLM.
+"""What each engine can, the choice of the workers' engine, and a trainer whose setup file asks TRL for vLLM.
 
 A setup file with `use_vllm=True` means an engine inside the trainer. In a distributed run the workers generate, so the
 server starts no engine and a worker starts no second one: the request is noted, and its settings go to the workers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,34 @@ from async_grpo.setup.replaced import instead, naming_arguments
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
-STARTED_SERVER = "vllm-server"  # as the command line names it
-_SERVERS = {  # how each is asked for, and the engine in the worker instead
-    VLLM_SERVER: ('vllm_mode="server"', 'vllm_mode="colocate"'),
-    STARTED_SERVER: ("--generator vllm-server", "--generator vllm"),
-}
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one engine can, for all that engines differ in. Its class in `rollout.engines` has it as `capabilities`."""
+
+    name: str  # in files of a run and, unless it is `named`, after --generator
+    words: str  # what samples, for people
+    package: str  # that samples: the settings of sampling have its names
+    served: bool = False  # a server samples, which batches requests as they come
+    started: bool = False  # each worker starts that server
+    named: bool = False  # the setup file names that server, which takes weights from one process
+    in_place: bool = False  # samples with the worker's own model, whose weights are the published ones
+    joins: bool = False  # groups can join, and weights change, while others are being sampled
+    full_softmax: bool = False  # log-probabilities are of all tokens, whichever are left out when one is drawn
+    names_kept: bool = False  # says which tokens were not left out
+    guided: bool = False  # takes logits processors with a request
+    regex: bool = False  # holds completions to vllm_structured_outputs_regex
+    images: bool = False  # takes prompts with images
+
+
+HF = Capabilities(
+    "hf", "transformers, in the workers", "transformers", in_place=True, full_softmax=True, guided=True, images=True
+)
+VLLM = Capabilities("vllm", "vLLM, in the workers", "vllm", joins=True, names_kept=True, regex=True, images=True)
+NAMED_SERVER = Capabilities("named-server", "the setup file's vLLM server", "vllm", served=True, named=True, regex=True)
+STARTED_SERVER = Capabilities("vllm-server", "each worker's vLLM server", "vllm", served=True, started=True, regex=True)
+ENGINES = {engine.name: engine for engine in (HF, VLLM, NAMED_SERVER, STARTED_SERVER)}
+
 NO_IMAGES = (
     "Workers give images to an engine of their own. They give none to a vLLM server, which keeps encoded images when "
     "it gets new weights, and none to the vLLM that Unsloth puts into a model. Take --generator vllm (use_vllm=True "
@@ -78,7 +101,7 @@ def engine_inside(model: Any) -> Any | None:
 
 
 def check_generator_options(
-    chosen: str, work: WorkerSettings, *, deterministic: bool = False, workers: int = 0
+    chosen: Capabilities, work: WorkerSettings, *, deterministic: bool = False, workers: int = 0
 ) -> None:
     """Refuse options that the chosen generator does not have.
 
@@ -89,39 +112,27 @@ def check_generator_options(
         UsageError: an option that only other generators have, or two that exclude each other.
         UnsupportedError: a vLLM server cannot work so.
     """
-    if work.server_devices is not None and chosen != STARTED_SERVER:
-        raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
-    if work.server_timeout is not None and chosen != STARTED_SERVER:
-        raise UsageError("--server-timeout is of a server that is started for the run: --generator vllm-server.")
-    if work.in_flight_update == "on":
-        _check_in_flight_update(chosen, deterministic=deterministic)
-    if chosen == VLLM_SERVER and workers > 1:
+    for option, given in (("--server-devices", work.server_devices), ("--server-timeout", work.server_timeout)):
+        if given is not None and not chosen.started:
+            raise UsageError(f"{option} is of a server that is started for the run: --generator vllm-server.")
+    if work.in_flight_update == "on" and not chosen.joins:
+        raise UsageError(
+            f"--in-flight-update on with {chosen.words}: a batch is generated with the weights that began it. Leave it "
+            'out, or take --generator vllm (with vllm_mode="colocate").'
+        )
+    if work.in_flight_update == "on" and deterministic:
+        raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
+    if chosen.named and workers > 1:
         raise UnsupportedError(
             f'vllm_mode="server": {workers} workers cannot feed one server, since it takes weights from one process '
             "only. The server has the GPUs for generating, so one worker is enough: --num-workers 1. (With "
             'vllm_mode="colocate" each worker has an engine of its own.)'
         )
-    if chosen in _SERVERS and deterministic:
-        server, in_worker = _SERVERS[chosen]
+    if chosen.served and deterministic:
         raise UnsupportedError(
-            f"{server} cannot be --deterministic: a vLLM server batches requests as they come. Take {in_worker} or "
-            "--generator hf."
+            f"--deterministic with {chosen.words}: a server batches requests as they come. Take --generator vllm "
+            '(with vllm_mode="colocate") or --generator hf.'
         )
-
-
-def _check_in_flight_update(chosen: str, *, deterministic: bool) -> None:
-    if chosen == HF:
-        raise UsageError(
-            "--in-flight-update on: transformers generates a batch with the weights that began it (--generator hf). "
-            "Leave it out, or take --generator vllm."
-        )
-    if chosen in _SERVERS:
-        raise UsageError(
-            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
-            f"token. Leave it off, or take {_SERVERS[chosen][1]}."
-        )
-    if deterministic:
-        raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
 
 
 def refuse_own_server(*, use_vllm: bool, mode: str = "server", base_url: str | None = None) -> None:
@@ -130,15 +141,11 @@ def refuse_own_server(*, use_vllm: bool, mode: str = "server", base_url: str | N
     Args:
         use_vllm, mode, base_url: `use_vllm`, `vllm_mode` and `vllm_server_base_url` of the GRPOConfig.
     """
-    if not use_vllm:
+    if not use_vllm or mode != "server":
+        says = f'vllm_mode="{mode}"' if use_vllm else "use_vllm=False"
         raise UsageError(
-            "--generator vllm-server: the setup file's trainer generates without a vLLM server. Add --set "
-            "use_vllm=true --set vllm_mode=server, or leave the option out."
-        )
-    if mode != "server":
-        raise UsageError(
-            f'--generator vllm-server starts a vLLM server, and the setup file says vllm_mode="{mode}". Add --set '
-            "vllm_mode=server, or leave the option out."
+            f"--generator vllm-server starts a vLLM server, and the setup file says {says}. Add --set use_vllm=true "
+            "--set vllm_mode=server, or leave the option out."
         )
     if base_url is not None:
         raise UsageError(
@@ -147,8 +154,8 @@ def refuse_own_server(*, use_vllm: bool, mode: str = "server", base_url: str | N
         )
 
 
-def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
-    """Choose `HF`, `VLLM` (an engine in the worker), `VLLM_SERVER` (the setup file names a server) or `STARTED_SERVER`.
+def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> Capabilities:
+    """Choose the engine of the workers.
 
     The command line decides, else the setup file, else the machine: vLLM on a GPU where it is installed and the
     data has no images, which vLLM has to be asked for.
@@ -162,7 +169,7 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
     """
     there, with_images = installed("vllm"), trainer is not None and has_images(trainer)
     if trainer is not None and engine_inside(trainer.model) is not None:
-        if asked == HF:
+        if asked == HF.name:
             raise UsageError(
                 "--generator hf: the model was loaded by Unsloth with fast_inference=True, so it shares its weights "
                 "with the vLLM inside. Load it with fast_inference=False (the setup file can read FAST_INFERENCE: set "
@@ -171,16 +178,17 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
         if with_images:
             raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
         return VLLM
-    chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu and not with_images) else HF)
-    if chosen in (VLLM, STARTED_SERVER) and not there:
+    by_default = VLLM if wants_vllm(trainer) or (there and on_gpu and not with_images) else HF
+    chosen = ENGINES[asked] if asked else by_default
+    if chosen.package == VLLM.package and not there:
         source = f"--generator {asked}" if asked else "use_vllm=True in the setup file"
         raise UsageError(
             f"{source}: vLLM is not installed here. `pip install 'async-grpo[vllm]'` brings it for GPUs (README: "
             "tested versions), scripts/vllm_cpu_env.sh for a CPU; or take --generator hf."
         )
     in_server = trainer is not None and wants_vllm(trainer) and trainer.args.vllm_mode == "server"
-    chosen = VLLM_SERVER if chosen == VLLM and in_server else chosen
-    if chosen in (VLLM_SERVER, STARTED_SERVER) and with_images:
+    chosen = NAMED_SERVER if chosen == VLLM and in_server else chosen
+    if with_images and not chosen.images:
         raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
     return chosen
 

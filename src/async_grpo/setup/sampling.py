@@ -2,19 +2,20 @@
 
 The settings come from the `GRPOConfig`, its `generation_kwargs`, and with transformers also from the model's own
 `generation_config`, which fills what nobody has set. `effective_sampling` resolves them, `check_sampling` decides what
-each engine may do with them: it is the only place that does. `check_generation` refuses code of the user's that an
-engine would go round.
+each engine may do with them: it is the only place that does. It also refuses code of the user's that an engine would
+go round.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.setup.generator_choice import HF, VLLM, wants_vllm
+from async_grpo.setup.generator_choice import HF, VLLM, Capabilities, wants_vllm
 from async_grpo.setup.replaced import of_libraries
 from async_grpo.setup.trl_compat import is_adapter
 
@@ -124,14 +125,14 @@ class Sampling:
         return [f"{name}={value!r}" for name, value in {**own, **self.others}.items()]
 
 
-def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
+def effective_sampling(trainer: GRPOTrainer, engine: Capabilities) -> Sampling:
     """Resolve what this engine draws from.
 
     Raises:
         UnsupportedError: the engine cannot do what a setting says.
     """
     args: Any = trainer.args
-    settings, others = _of_transformers(trainer) if generator == HF else _of_vllm(args)
+    settings, others = _of_transformers(trainer) if engine.package == HF.package else _of_vllm(args)
     sampled = settings.pop("do_sample", True)
     return Sampling(
         temperature=_value(settings, "temperature", 1.0) if sampled else 0.0,
@@ -148,48 +149,48 @@ def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
 def check_sampling(
     trainer: GRPOTrainer,
     correction: str,
-    generator: str | None,
+    engine: Capabilities | None,
     evaluated_with: Mapping[str, Any] | None = None,
     *,
     deterministic: bool = False,
 ) -> None:
-    """Refuse, before anything is started, sampling that would make the loss wrong silently.
+    """Refuse, before anything is started, sampling that would make the loss wrong silently, or not be the user's.
 
     Args:
-        generator: None where it is not known: then only what is refused for every engine; the workers check again.
+        engine: None where it is not known: then only what is refused for every engine; the workers check again.
         evaluated_with: the sampling settings of evaluations, where there are any.
 
     Raises:
         UnsupportedError: the engine cannot do it, or not with this correction.
     """
     if guidance_of(trainer) is not None:
-        _check_guided(trainer, generator)
-    if deterministic and generator == HF and trainer.accelerator.device.type == "cuda":
-        _check_deterministic(effective_sampling(trainer, HF))
-    if generator is not None and evaluated_with and needs_kept_tokens(trainer, correction, generator):
-        _check_evaluation(evaluated_with)
-    refusals = []
-    for engine in (HF, VLLM) if generator is None else (generator,):
-        try:
-            _check(effective_sampling(trainer, engine), correction, engine)
-        except UnsupportedError as error:
-            refusals.append(error)
-        else:
+        _check_guided(trainer, engine)
+    if engine is None:
+        with suppress(UnsupportedError):
+            _check(effective_sampling(trainer, VLLM), correction, VLLM)
             return
-    raise refusals[0]
+        engine = HF
+    else:
+        check_generation(trainer, engine)
+    sampling = effective_sampling(trainer, engine)
+    if deterministic and trainer.accelerator.device.type == "cuda":
+        _check_deterministic(sampling)
+    if evaluated_with and needs_kept_tokens(trainer, correction, engine):
+        _check_evaluation(evaluated_with)
+    _check(sampling, correction, engine)
 
 
-def _check(sampling: Sampling, correction: str, generator: str) -> None:
-    if sampling.regex is not None and generator == HF:
+def _check(sampling: Sampling, correction: str, engine: Capabilities) -> None:
+    if sampling.regex is not None and not engine.regex:
         raise UnsupportedError(
             "vllm_structured_outputs_regex needs vLLM: transformers has no structured outputs, so completions would "
             "not follow it. Take --generator vllm, or remove it."
         )
     departures = sampling.departures()
-    if not departures or correction in WITHOUT_SAMPLER or generator == HF:
+    if not departures or correction in WITHOUT_SAMPLER or engine.full_softmax:
         return
     if departures == sampling.truncation:
-        _check_truncation(sampling, generator)
+        _check_truncation(sampling, engine)
     else:
         raise UnsupportedError(
             f"{', '.join(departures)}: vLLM's log-probabilities are then those of another distribution than the loss "
@@ -200,10 +201,10 @@ def _check(sampling: Sampling, correction: str, generator: str) -> None:
         )
 
 
-def _check_guided(trainer: Any, generator: str | None) -> None:
-    if generator not in (None, HF):
+def _check_guided(trainer: Any, engine: Capabilities | None) -> None:
+    if engine is not None and not engine.guided:
         raise UnsupportedError(
-            f"--generator {generator} with guidance: vLLM takes logits processors when an engine starts, not with a "
+            f"A guided sampler with {engine.words}: vLLM takes logits processors when an engine starts, not with a "
             "request, and has no keys and values for a value model. Take --generator hf."
         )
     turns = {name: getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")}
@@ -228,10 +229,10 @@ def _check_deterministic(sampling: Sampling) -> None:
         )
 
 
-def _check_truncation(sampling: Sampling, generator: str) -> None:
+def _check_truncation(sampling: Sampling, engine: Capabilities) -> None:
     """Refuse what vLLM could not name the kept tokens of, over which the loss is computed."""
     found = ", ".join(sampling.truncation)
-    if generator != VLLM:
+    if not engine.names_kept:
         raise UnsupportedError(
             f"{found} with a vLLM server: its log-probabilities are over the tokens that it kept, and the loss is to "
             "be computed over the same, but a server does not say which they are to TRL's client. Take --generator "
@@ -256,18 +257,10 @@ def _check_evaluation(sampling: Mapping[str, Any]) -> None:
         )
 
 
-def needs_kept_tokens(trainer: GRPOTrainer, correction: str, generator: str) -> bool:
+def needs_kept_tokens(trainer: GRPOTrainer, correction: str, engine: Capabilities) -> bool:
     """Whether the engine has to say which tokens it kept, so that the loss can be computed over them."""
-    return (
-        generator == VLLM
-        and correction not in WITHOUT_SAMPLER
-        and bool(effective_sampling(trainer, generator).truncation)
-    )
-
-
-def stop_tags(trainer: Any) -> tuple[str, ...]:
-    """What ends a message in a dialogue with tools: the tags of a tokenizer from `async_grpo.envs.with_tags`."""
-    return tuple(getattr(trainer.processing_class, "stop_tags", ())) if trainer.tools else ()
+    able = engine.names_kept and correction not in WITHOUT_SAMPLER
+    return able and bool(effective_sampling(trainer, engine).truncation)
 
 
 def transformers_config(trainer: GRPOTrainer) -> GenerationConfig:
@@ -317,13 +310,13 @@ def _value(settings: dict[str, Any], name: str, off: float) -> float:
     return off if value is None else value
 
 
-def check_generation(trainer: GRPOTrainer, generator: str) -> None:
+def check_generation(trainer: GRPOTrainer, engine: Capabilities) -> None:
     """Refuse what plain TRL would generate with, and the workers' engine would not.
 
     Raises:
         UnsupportedError: with the name of it and the way out.
     """
-    if generator == HF:
+    if engine.in_place:
         for name in _replaced_in(trainer.model, _BESIDE_THE_LOOP):
             raise UnsupportedError(
                 f"The model's {name} is not transformers' own, and workers sample with a loop of theirs, so it would "

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import RunRefused
-from async_grpo.setup.generator_choice import HF
+from async_grpo.setup.generator_choice import HF, Capabilities
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -29,14 +29,14 @@ class SamplingChanges:
     """Compares what a trainer samples with to what it sampled with when this object was made.
 
     Args:
-        generator: what samples; None where that is not known.
+        engine: what samples; None where that is not known.
         max_staleness: None where that is not known.
     """
 
-    def __init__(self, trainer: Any, *, generator: str | None = HF, max_staleness: int | None = 0) -> None:
+    def __init__(self, trainer: Any, *, engine: Capabilities | None = HF, max_staleness: int | None = 0) -> None:
         self._before = copy.deepcopy(_settings(trainer))
         self._config = copy.deepcopy(getattr(trainer, "generation_config", None))
-        self.generator, self.max_staleness = generator, max_staleness
+        self.engine, self.max_staleness = engine, max_staleness
 
     def of(self, trainer: Any, decided: Collection[str] = ()) -> dict[str, Any]:
         """The settings that differ by now, as a job has them, but for those that it has decided.
@@ -67,7 +67,7 @@ class SamplingChanges:
                 f"{change} during the run. Jobs bring {', '.join(_OF_JOBS)} to workers, and nothing else of it. Set "
                 "it in the GRPOConfig's generation_kwargs, or train in one process (without --distributed)."
             )
-        if name != "max_new_tokens" and self.generator != HF:
+        if name != "max_new_tokens" and not (self.engine and self.engine.full_softmax):
             raise RunRefused(
                 f"{change} during the run: vLLM's log-probabilities are then of another distribution than the loss "
                 "computes. Take --generator hf (with workers of the launcher), whose log-probabilities are of the full "

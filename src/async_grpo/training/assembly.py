@@ -19,7 +19,7 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
-from async_grpo.training.before_start import generator_of, refuse, say_what_is_trained
+from async_grpo.training.before_start import engine_of, refuse, say_what_is_trained
 from async_grpo.training.checkpoints import CheckpointFolder, UsedGroups
 from async_grpo.training.companions import Companions
 from async_grpo.training.corrections.checks import describe_noise, sampled_with
@@ -62,8 +62,9 @@ class Parts:
         ranks: Ranks | None = None,
         lock: KernelLock | None = None,
     ) -> None:
-        generator = generator_of(trainer, state)
-        refuse(trainer, settings, generator)
+        engine = engine_of(trainer, state)
+        generator = engine.name if engine else None
+        refuse(trainer, settings, engine)
         say_what_is_trained(trainer, settings)
         self.trainer, self.settings = trainer, settings
         self.run, self.run_id = run, state.run_id
@@ -80,10 +81,10 @@ class Parts:
         self._sampled = sampled_with(trainer, rule_of(settings).name, generator)
         self._open_queue(used, lock)
         self.archive = UsedGroups(self.queue, run.root / "done", settings.keep_done, used)
-        exporter = exporter_of(trainer, run, state, self.leader.gather, generator)
+        exporter = exporter_of(trainer, run, state, self.leader.gather, engine)
         self.publisher = WeightPublisher(exporter, companions.version_keeper())
         self.evaluations = companions.evaluations(self.queue, self.publisher, used.step if used else 0)
-        watch = Watch(trainer, generator=generator, max_staleness=settings.max_staleness)
+        watch = Watch(trainer, engine=engine, max_staleness=settings.max_staleness)
         self.rollouts = self._rollout_source(state, used, watch)
 
     def _accept(self, generator: str | None) -> None:

@@ -12,12 +12,12 @@ from async_grpo.rundir.paths import RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup import fingerprints
 from async_grpo.setup.algorithm import compares_groups, gradients_besides
-from async_grpo.setup.generator_choice import choose_generator
+from async_grpo.setup.generator_choice import Capabilities, choose_generator
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.openai_harness import check_agent
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
 from async_grpo.setup.replaced import replaced_by_user
-from async_grpo.setup.sampling import check_generation, check_sampling, refuse_guided
+from async_grpo.setup.sampling import check_sampling, refuse_guided
 from async_grpo.training import trl_trainer
 from async_grpo.training.corrections.checks import check, describe, describe_noise
 from async_grpo.training.corrections.rule import rule_of
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MOST_NAMED = 12  # of more tasks only the number is said
 
 
-def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | None) -> None:
-    """Refuse, before anything is started, what cannot be trained this way. `generator` None: not known here.
+def refuse(trainer: GRPOTrainer, settings: TrainingSettings, engine: Capabilities | None) -> None:
+    """Refuse, before anything is started, what cannot be trained this way. `engine` None: not known here.
 
     Raises:
         UnsupportedError: the trainer uses something that cannot run distributed, or not with this correction.
@@ -55,19 +55,17 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     refuse_publish_dtype(settings.publish_dtype, sharded=sharding_of(trainer) is not None)
     trl_trainer.refuse_unsupported(trainer)
     check_agent(trainer)
-    if generator is not None:  # workers that are started by hand may have another environment
+    if engine is not None:  # workers that are started by hand may have another environment
         check_needs(trainer)
     check_fields(trainer)
     check_overrides(trainer)
     check_callbacks(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
-    if generator is not None:  # else the workers check it
-        check_generation(trainer, generator)
     evaluated_with = settings.eval_sampling() if settings.eval_every else None
-    check_sampling(trainer, settings.correction, generator, evaluated_with, deterministic=settings.deterministic)
+    check_sampling(trainer, settings.correction, engine, evaluated_with, deterministic=settings.deterministic)
 
 
-def generator_of(trainer: GRPOTrainer, state: RunState) -> str | None:
+def engine_of(trainer: GRPOTrainer, state: RunState) -> Capabilities | None:
     """Return what the launcher's workers sample with; None for workers that are started by hand."""
     on_gpu = trainer.accelerator.device.type != "cpu"
     return choose_generator(state.plan.work.generator, trainer, on_gpu=on_gpu) if state.plan.num_workers else None

@@ -210,7 +210,7 @@ class Follower(TrainingEvents):
         trl_trainer.refuse_unsupported(trainer)
         rule = rule_of(settings)
         check(rule, trainer, own_loss=has_own_loss(trainer))
-        check_sampling(trainer, settings.correction, generator=None)
+        check_sampling(trainer, settings.correction, engine=None)
         self._trainer = trainer
         self._ranks = ranks
         self._staging: Path | None = None  # where checkpoints are written

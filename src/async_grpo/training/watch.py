@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from async_grpo.errors import RunRefused
+from async_grpo.setup.generator_choice import Capabilities
 from async_grpo.setup.sampling_changes import SamplingChanges
 from async_grpo.setup.trl_compat import is_adapter
 
@@ -35,14 +36,14 @@ _LARGEST_BUFFER = 2**16  # numbers in one that is compared; larger ones are quan
 
 
 class Watch:
-    """Compares the trainer with what it was when this object was made. `generator` is None where it is not known."""
+    """Compares the trainer with what it was when this object was made. `engine` is None where it is not known."""
 
-    def __init__(self, trainer: Any, *, generator: str | None, max_staleness: int) -> None:
+    def __init__(self, trainer: Any, *, engine: Capabilities | None, max_staleness: int) -> None:
         self._trainer = trainer
         self._before = {**dict(_values(trainer)), **dict(_of_adapters(trainer.model))}
         self._buffers = {name: buffer.detach().clone() for name, buffer in _saved_buffers(trainer.model)}
         self._step: int | None = None  # at which they were compared
-        self._sampling = SamplingChanges(trainer, generator=generator, max_staleness=max_staleness)
+        self._sampling = SamplingChanges(trainer, engine=engine, max_staleness=max_staleness)
 
     def sampling(self) -> dict[str, Any]:
         """What differs by now of that which jobs are sampled with.

@@ -12,7 +12,7 @@ from async_grpo.errors import RunRefused, WeightsError
 from async_grpo.formatting import for_people
 from async_grpo.log import logger
 from async_grpo.setup.fingerprints import count
-from async_grpo.setup.generator_choice import HF
+from async_grpo.setup.generator_choice import Capabilities
 from async_grpo.training.sharding import sharding_of
 from async_grpo_ipc import IPCError, WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
@@ -50,34 +50,33 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, read
     return min(least + max(0, extra) + readers, MAX_SLOTS)
 
 
-def slots_of(model: nn.Module, plan: RunPlan, generator: str | None) -> int:
+def slots_of(model: nn.Module, plan: RunPlan, engine: Capabilities | None) -> int:
     """`slots_for` the workers of a run: those that sample with vLLM copy a version into its model, and let it go.
 
     Args:
-        generator: of the workers that the launcher starts, as `choose_generator` names it.
+        engine: of the workers that the launcher starts.
     """
-    settings = plan.training
-    in_place = plan.workers_sharing if generator == HF else 0
+    in_place = plan.workers_sharing if engine and engine.in_place else 0
     return slots_for(
         model,
-        max_staleness=settings.max_staleness,
+        max_staleness=plan.training.max_staleness,
         sharing=in_place if plan.num_workers else None,
-        readers=(settings.delta_every > 0) + (plan.launch.ray is not None),
+        readers=(plan.training.delta_every > 0) + (plan.launch.ray is not None),
     )
 
 
 def exporter_of(
-    trainer: GRPOTrainer, run: RunDir, state: RunState, gather: Gather, generator: str | None
+    trainer: GRPOTrainer, run: RunDir, state: RunState, gather: Gather, engine: Capabilities | None
 ) -> Callable[[], WeightExporter]:
     """Return what makes the exporter, once the model is where it trains.
 
     Args:
         gather: copies whole tensors into these, where each rank has a part of the model.
-        generator: of the workers that the launcher starts.
+        engine: of the workers that the launcher starts.
     """
     model = trainer.model
     plan = state.plan
-    slots = slots_of(model, plan, generator)
+    slots = slots_of(model, plan, engine)
     dtype = torch.bfloat16 if plan.training.publish_dtype == "bf16" else None
     if (sharding := sharding_of(trainer)) is None:
         return lambda: WeightExporter.from_model(

@@ -65,7 +65,7 @@ def _async(run: Run, place: Place, common: Sequence[str]) -> list[str]:
 def _trl(run: Run, place: Place, common: Sequence[str], *, serves: bool) -> list[str]:
     """The trainer has the first GPU of the place, and its server the others."""
     device = ["--device", "0" if place.gpus else "cpu"]
-    server = ["--generator", STARTED_SERVER] if serves else []
+    server = ["--generator", STARTED_SERVER.name] if serves else []
     if serves and place.gpus:
         server += ["--server-devices", ",".join(physical_gpus(place.gpus[1:], os.environ))]
     return ["train", run.sweep.setup, *device, *server, *common]

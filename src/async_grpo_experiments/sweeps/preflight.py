@@ -17,7 +17,7 @@ from async_grpo.rundir.plan import RunPlan
 from async_grpo.serving.vllm_server import is_free
 from async_grpo.settings import TrainingSettings, WorkerSettings
 from async_grpo.setup.devices import CPU, visible_gpus
-from async_grpo.setup.generator_choice import STARTED_SERVER, VLLM_SERVER
+from async_grpo.setup.generator_choice import ENGINES
 from async_grpo_experiments.slots.places import Place, core_pairs, core_places, gpu_places
 from async_grpo_experiments.sweeps.commands import wandb_is_offline
 from async_grpo_experiments.sweeps.plan import ASYNC, TRL, Sweep
@@ -94,7 +94,7 @@ def _places_of_plain_trl(sweep: Sweep, facts: TrainerFacts, places: list[Place])
 def starts_servers(sweep: Sweep, facts: TrainerFacts) -> bool:
     """Whether each run starts vLLM servers."""
     if sweep.mode == ASYNC:
-        return facts.generator == STARTED_SERVER
+        return ENGINES[facts.generator].started
     return facts.vllm_server and not facts.names_server
 
 
@@ -126,7 +126,7 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
 
 
 def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
-    shared = facts.generator == VLLM_SERVER if sweep.mode == ASYNC else facts.vllm_server and facts.names_server
+    shared = ENGINES[facts.generator].named if sweep.mode == ASYNC else facts.vllm_server and facts.names_server
     if shared and len(sweep.seeds) > 1:
         raise UsageError(
             f'{sweep.setup} generates with one vLLM server (vllm_mode="server"). {counted(len(sweep.seeds), "run")} '

@@ -221,7 +221,7 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--device", "cpu", "--quiet"], "--quiet: for distributed runs only; .* take --distributed in place of --dev"),
         (["--generator", "hf"], "--generator hf: in one process TRL itself generates.*--set use_vllm=false"),
         (["--generator", "vllm"], "--set use_vllm=true --set vllm_mode=colocate"),
-        (["--server-devices", "1"], "--server-devices names the GPUs of a server"),
+        (["--server-devices", "1"], "--server-devices is of a server that is started for the run"),
         (["--server-timeout", "9"], "--server-timeout is of a server that is started for the run"),
         (["--distributed", "--server-timeout", "9"], "--server-timeout is of a server that is started for the run"),
         (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
@@ -233,8 +233,8 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         ),
         (["--distributed", "--deterministic", "--groups-per-claim", "2"], "generates and scores each group alone"),
         (["--distributed", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
-        (["--distributed", "--generator", "vllm-server", "--in-flight-update", "on"], "needs an engine in the worker"),
-        (["--distributed", "--server-devices", "1"], "--server-devices names the GPUs of a server"),
+        (["--distributed", "--generator", "vllm-server", "--in-flight-update", "on"], "with the weights that began it"),
+        (["--distributed", "--server-devices", "1"], "--server-devices is of a server that is started for the run"),
         (["--distributed", "--gpu-memory", "40GB"], "add --dry-run"),
         (["--distributed", "--nodes", "2", "--node-dir", "d"], "--nodes, --node-dir: without --ray all processes are"),
         (["-n", "0"], "--num-workers: 0 leaves nobody to generate, without --ray"),
@@ -254,7 +254,7 @@ def test_a_trainer_that_asks_for_no_server_gets_none(
     trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=False))
     monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", lambda *given, **named: trainer)
     assert main(["train", "setup.py", "-d", "cpu", "--generator", "vllm-server", "--run-dir", str(HERE)]) == 2
-    assert "generates without a vLLM server. Add --set use_vllm=true" in capsys.readouterr().err
+    assert "says use_vllm=False. Add --set use_vllm=true" in capsys.readouterr().err
     assert "run_dir" not in alone
 
 

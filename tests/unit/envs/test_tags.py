@@ -13,7 +13,7 @@ from async_grpo.envs import SearchEnv, with_tags
 from async_grpo.envs.tags import message_of
 from async_grpo.errors import UsageError
 from async_grpo.rewards import questions
-from async_grpo.setup.sampling import stop_tags
+from async_grpo.rollout.engines import stop_tags
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -18,6 +18,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.rollout.turns.groups import Turns
 from async_grpo.rollout.turns.whole import noted
+from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.tokens import Tokens, as_tokens
 from engines import DEADLINE_S, job
 
@@ -62,7 +63,7 @@ class PlayedEngine:
     most_groups = 8
 
     def __init__(self, *, joins: bool = True, at_once: bool = True) -> None:
-        self.joins, self.at_once = joins, at_once
+        self.capabilities, self.at_once = VLLM if joins else HF, at_once
         self.turns: list[PreparedGroup] = []  # that wait
         self.batches: list[int] = []  # turns that came together
         self.seen: list[PreparedGroup] = []

@@ -20,6 +20,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.policy import Policy, PolicyWeights
 from async_grpo.rollout.worker import once_issued
+from async_grpo.setup.generator_choice import HF
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from fake_cuda import Knobs, install
@@ -27,6 +28,8 @@ from fake_cuda import Knobs, install
 
 class FakeBatchEngine(BatchEngine):
     """Group `n` takes `lengths[n]` steps; each token is the version that the policy adopted."""
+
+    capabilities = HF
 
     def __init__(self, lengths: dict[int, int], breaks: int | None = None) -> None:
         super().__init__(most_groups=4)

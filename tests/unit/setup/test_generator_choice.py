@@ -13,9 +13,15 @@ from datasets import Dataset, Features, Image, List, Value
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.generator_choice import (
-    VLLM_SERVER,
+    ENGINES,
+    HF,
+    NAMED_SERVER,
+    STARTED_SERVER,
+    VLLM,
+    Capabilities,
     check_generator_options,
     choose_generator,
+    engines_left_to_workers,
     wants_vllm,
 )
 
@@ -23,9 +29,8 @@ from async_grpo.setup.generator_choice import (
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_to(value: bool) -> None:
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: SimpleNamespace(origin="there") if value else None
-        )
+        spec = SimpleNamespace(origin="there") if value else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
 
     return set_to
 
@@ -50,7 +55,7 @@ def trainer(wish: bool = False, mode: str = "colocate", train_dataset: Any = Non
 )
 def test_the_engine(asked: str | None, wish: bool, on_gpu: bool, there: bool, chosen: str, installed: Any) -> None:
     installed(there)
-    assert choose_generator(asked, trainer(wish), on_gpu=on_gpu) == chosen
+    assert choose_generator(asked, trainer(wish), on_gpu=on_gpu).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -66,10 +71,10 @@ def test_images_are_for_engines_of_the_workers_and_for_vllm_where_it_is_asked(
 ) -> None:
     installed(True)
     data = Dataset.from_dict({name: [] for name in features}, features=Features(features))
-    assert choose_generator(None, trainer(train_dataset=data), on_gpu=True) == "hf"
-    assert choose_generator("vllm", trainer(train_dataset=data), on_gpu=True) == "vllm"
-    assert choose_generator(None, trainer(wish=True, train_dataset=data), on_gpu=True) == "vllm"
-    assert choose_generator("hf", trainer(wish=True, mode="server", train_dataset=data), on_gpu=True) == "hf"
+    assert choose_generator(None, trainer(train_dataset=data), on_gpu=True) == HF
+    assert choose_generator("vllm", trainer(train_dataset=data), on_gpu=True) == VLLM
+    assert choose_generator(None, trainer(wish=True, train_dataset=data), on_gpu=True) == VLLM
+    assert choose_generator("hf", trainer(wish=True, mode="server", train_dataset=data), on_gpu=True) == HF
     of_unsloth = trainer(train_dataset=data)
     of_unsloth.model = SimpleNamespace(vllm_engine=object())
     in_server = trainer(wish=True, mode="server", train_dataset=data)
@@ -90,49 +95,43 @@ def test_a_missing_vllm_is_a_sentence_that_says_what_to_do(asked: str | None, wh
 
 def test_a_server_generates_where_the_file_asks_for_vllm(installed: Any) -> None:
     installed(True)
-    assert choose_generator(None, trainer(wish=True, mode="server"), on_gpu=True) == VLLM_SERVER
-    assert choose_generator("vllm", trainer(wish=True, mode="server"), on_gpu=True) == VLLM_SERVER
-    assert choose_generator("hf", trainer(wish=True, mode="server"), on_gpu=True) == "hf"
-    assert choose_generator(None, trainer(wish=False, mode="server"), on_gpu=True) == "vllm"
+    assert choose_generator(None, trainer(wish=True, mode="server"), on_gpu=True) == NAMED_SERVER
+    assert choose_generator("vllm", trainer(wish=True, mode="server"), on_gpu=True) == NAMED_SERVER
+    assert choose_generator("hf", trainer(wish=True, mode="server"), on_gpu=True) == HF
+    assert choose_generator(None, trainer(wish=False, mode="server"), on_gpu=True) == VLLM
 
 
-def test_a_server_is_fed_by_one_worker_and_is_not_deterministic() -> None:
-    check_generator_options(VLLM_SERVER, WorkerSettings(), workers=1)
+def test_a_server_of_the_setup_file_is_fed_by_one_worker() -> None:
+    check_generator_options(NAMED_SERVER, WorkerSettings(), workers=1)
+    check_generator_options(STARTED_SERVER, WorkerSettings(server_devices="1,2"), workers=2)
     with pytest.raises(UnsupportedError, match="--num-workers 1"):
-        check_generator_options(VLLM_SERVER, WorkerSettings(), workers=2)
-    with pytest.raises(
-        UnsupportedError, match=r'vllm_mode="server" cannot be --deterministic.*vllm_mode="colocate" or'
-    ):
-        check_generator_options(VLLM_SERVER, WorkerSettings(), workers=1, deterministic=True)
+        check_generator_options(NAMED_SERVER, WorkerSettings(), workers=2)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "words"),
-    [
-        ("hf", "transformers generates a batch with the weights that began it"),
-        (VLLM_SERVER, 'a vLLM server does not say .* take vllm_mode="colocate"'),
-        ("vllm-server", "a vLLM server does not say .* take --generator vllm"),
-        ("vllm", ""),
-    ],
-)
-def test_in_flight_updates_need_an_engine_in_the_worker(chosen: str, words: str) -> None:
-    check_generator_options(chosen, WorkerSettings())
-    with pytest.raises(UsageError, match=words) if words else nullcontext():
-        check_generator_options(chosen, WorkerSettings(in_flight_update="on"))
+@pytest.mark.parametrize("server", [NAMED_SERVER, STARTED_SERVER])
+def test_a_server_is_not_deterministic(server: Capabilities) -> None:
+    with pytest.raises(UnsupportedError, match=rf'{server.words}: .* vllm \(with vllm_mode="colocate"\) or'):
+        check_generator_options(server, WorkerSettings(), deterministic=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values())
+def test_weights_change_in_flight_where_groups_join_in_flight(engine: Capabilities) -> None:
+    check_generator_options(engine, WorkerSettings())
+    refused = pytest.raises(UsageError, match=rf"{engine.words}: a batch .* weights that began it.* --generator vllm")
+    with refused if engine != VLLM else nullcontext():
+        check_generator_options(engine, WorkerSettings(in_flight_update="on"))
 
 
 def test_an_engine_inside_the_model_generates() -> None:
     with_engine = trainer()
     with_engine.model = SimpleNamespace(vllm_engine=object())
-    assert choose_generator(None, with_engine, on_gpu=True) == "vllm"
+    assert choose_generator(None, with_engine, on_gpu=True) == VLLM
     with pytest.raises(UsageError, match="fast_inference=False"):
         choose_generator("hf", with_engine, on_gpu=True)
 
 
 def test_a_file_with_use_vllm_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     import trl
-
-    from async_grpo.setup.generator_choice import engines_left_to_workers
 
     seen: list[bool] = []
 
@@ -154,12 +153,6 @@ def test_a_file_with_use_vllm_starts_no_engine(monkeypatch: pytest.MonkeyPatch) 
     assert trl.GRPOTrainer.__init__ is build, "plain TRL is as it was"
 
 
-def test_a_server_that_a_worker_starts_is_not_deterministic() -> None:
-    check_generator_options("vllm-server", WorkerSettings(server_devices="1,2"), workers=2)
-    with pytest.raises(UnsupportedError, match=r"vllm-server cannot be --deterministic.*Take --generator vllm or"):
-        check_generator_options("vllm-server", WorkerSettings(), deterministic=True)
-
-
 def test_updates_in_flight_depend_on_timing() -> None:
     with pytest.raises(UsageError, match="cannot be combined with --deterministic"):
-        check_generator_options("vllm", WorkerSettings(in_flight_update="on"), deterministic=True)
+        check_generator_options(VLLM, WorkerSettings(in_flight_update="on"), deterministic=True)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from async_grpo.cli.compute import train
 from async_grpo.errors import UnsupportedError
 from async_grpo.settings import TrainingSettings
-from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
+from async_grpo.setup.generator_choice import HF, NAMED_SERVER, STARTED_SERVER, VLLM
 from async_grpo.setup.sampling import (
     check_sampling,
     effective_sampling,
@@ -40,12 +40,12 @@ def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
     }
     five = {name: args[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     given = {"do_sample": True, "max_new_tokens": 8, **five, **(args["generation_kwargs"] or {})}
-    config = GenerationConfig(**given)
+    config = GenerationConfig(**given, disable_compile=True)
     model = SimpleNamespace(generation_config=GenerationConfig(**(inherited or {})))
-    return SimpleNamespace(args=SimpleNamespace(**args), generation_config=config, model=model)
+    return SimpleNamespace(args=SimpleNamespace(**args), generation_kwargs=given, generation_config=config, model=model)
 
 
-@pytest.mark.parametrize("generator", [HF, VLLM, VLLM_SERVER])
+@pytest.mark.parametrize("engine", [HF, VLLM, NAMED_SERVER])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -57,12 +57,12 @@ def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
     ],
     ids=str,
 )
-def test_what_is_off_is_off_however_it_is_written(changes: dict[str, Any], generator: str) -> None:
+def test_what_is_off_is_off_however_it_is_written(changes: dict[str, Any], engine: Any) -> None:
     config = trainer(**changes)
-    sampling = effective_sampling(config, generator)
+    sampling = effective_sampling(config, engine)
     assert sampling.departures() == []
     assert (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0)
-    check_sampling(config, "bypass", generator)
+    check_sampling(config, "bypass", engine)
 
 
 TRUNCATING: list[tuple[dict[str, Any], str]] = [
@@ -107,12 +107,12 @@ def test_truncated_sampling_without_top_k_is_refused_with_vllm(changes: dict[str
         check_sampling(config, correction, VLLM)
 
 
-@pytest.mark.parametrize("generator", [VLLM_SERVER, STARTED_SERVER])
+@pytest.mark.parametrize("engine", [NAMED_SERVER, STARTED_SERVER])
 @pytest.mark.parametrize(("changes", "text"), TRUNCATING, ids=str)
-def test_truncated_sampling_is_refused_with_a_server(changes: dict[str, Any], text: str, generator: str) -> None:
+def test_truncated_sampling_is_refused_with_a_server(changes: dict[str, Any], text: str, engine: Any) -> None:
     with pytest.raises(UnsupportedError, match=rf"{text} with a vLLM server.*does not say which.*--generator vllm "):
-        check_sampling(trainer(**changes), "tis", generator)
-    check_sampling(trainer(**changes), "none", generator)
+        check_sampling(trainer(**changes), "tis", engine)
+    check_sampling(trainer(**changes), "none", engine)
 
 
 def test_an_evaluation_without_top_k_is_refused_beside_truncated_training_with_vllm() -> None:
@@ -218,9 +218,9 @@ def test_guidance_is_of_the_untruncated_sampler(changes: dict[str, Any], message
 
 def test_guidance_is_for_the_workers_own_model_and_a_single_turn() -> None:
     check_sampling(guided(temperature=0.7), "trl", HF)
-    for generator in (VLLM, VLLM_SERVER, STARTED_SERVER):
-        with pytest.raises(UnsupportedError, match=f"--generator {generator} with guidance: vLLM takes"):
-            check_sampling(guided(), "trl", generator)
+    for engine in (VLLM, NAMED_SERVER, STARTED_SERVER):
+        with pytest.raises(UnsupportedError, match=f"guided sampler with {engine.words}: vLLM takes"):
+            check_sampling(guided(), "trl", engine)
     for name in ("tools", "environment_factories", "rollout_func"):
         user = guided()
         setattr(user, name, [print])

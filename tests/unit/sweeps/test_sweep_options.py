@@ -228,7 +228,7 @@ def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setu
 
 
 @pytest.mark.parametrize(
-    ("mode", "found"), [("async", {"generator": "vllm server"}), ("trl", {**SERVED, "names_server": True})]
+    ("mode", "found"), [("async", {"generator": "named-server"}), ("trl", {**SERVED, "names_server": True})]
 )
 def test_one_vllm_server_is_not_shared_by_several_runs(setup: Path, mode: str, found: dict[str, object]) -> None:
     several = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode=mode)

@@ -99,7 +99,7 @@ def test_there_is_a_slot_for_each_version_that_may_be_held_if_it_is_small(
 
 
 @pytest.mark.parametrize(
-    ("generator", "options", "slots"),
+    ("engine", "options", "slots"),
     [
         (HF, {}, 4),
         (VLLM, {}, 2),
@@ -112,11 +112,11 @@ def test_there_is_a_slot_for_each_version_that_may_be_held_if_it_is_small(
     ids=str,
 )
 def test_workers_that_copy_a_version_get_no_slots_to_read_it_in_place(
-    generator: str | None, options: dict[str, Any], slots: int
+    engine: Any, options: dict[str, Any], slots: int
 ) -> None:
     plan = planned(**{"workers": 2, "max_staleness": 4, **options})
     plan = replace(plan, weights=options.get("weights", "auto"))
-    assert slots_of(a_model(1), plan, generator) == slots
+    assert slots_of(a_model(1), plan, engine) == slots
 
 
 def test_every_version_is_published_though_each_worker_holds_another_one(tmp_path: Path) -> None:

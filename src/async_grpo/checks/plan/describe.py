@@ -80,14 +80,14 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
     from async_grpo.training.weight_publisher import slots_of
 
     plan, settings = question.plan, question.plan.training
-    generator = choose_generator(plan.work.generator, trainer, on_gpu=plan.master_device != CPU)
+    engine = choose_generator(plan.work.generator, trainer, on_gpu=plan.master_device != CPU)
     if ranks is not None:
         _refuse_first_fsdp(ranks, trainer)
         refuse_publish_dtype(settings.publish_dtype, sharded=ranks.shares_weights)
-    refuse(trainer, settings, generator)
-    check_generator_options(generator, plan.work, deterministic=settings.deterministic, workers=plan.num_workers)
+    refuse(trainer, settings, engine)
+    check_generator_options(engine, plan.work, deterministic=settings.deterministic, workers=plan.num_workers)
     found = _checkpoints(trainer, question, ranks) if question.run_dir is not None else {}
-    return {"generator": generator, "slots": slots_of(trainer.model, plan, generator), **found}
+    return {"generator": engine.name, "slots": slots_of(trainer.model, plan, engine), **found}
 
 
 def _check_alone(trainer: GRPOTrainer, question: Question) -> None:

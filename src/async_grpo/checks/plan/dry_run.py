@@ -27,7 +27,7 @@ from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings
 from async_grpo.setup.devices import CPU
-from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
+from async_grpo.setup.generator_choice import ENGINES
 from async_grpo.setup.grpo_config.batch import possible_generations
 from async_grpo.training.corrections.rule import rule_of
 
@@ -35,12 +35,6 @@ Rows = Iterator[tuple[str, str]]
 COPIES_ON_A_NODE = 4  # of what trains: its own, and the slots of `nodes.receiving`
 
 _WIDTH = 15
-_ENGINES = {
-    HF: "transformers, in the workers",
-    VLLM: "vLLM, in the workers",
-    VLLM_SERVER: "the vLLM server that the setup file names",
-    STARTED_SERVER: "a vLLM server that each worker starts",
-}
 
 
 def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -> None:
@@ -60,7 +54,7 @@ def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -
         ("checkpoints", _checkpoints(facts, training)),
         *([("", facts.other_checkpoints)] if facts.other_checkpoints else []),
         *_process_rows(plan, facts.batch.processes),
-        ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
+        ("generator", f"{ENGINES[facts.generator].words}; {_sampling(facts)}"),
         *_batch_rows(facts),
         *_staleness_rows(facts, training),
         *_memory_rows(facts, plan),
@@ -226,13 +220,13 @@ def _fit_rows(facts: TrainerFacts, plan: RunPlan, gpu_memory: int) -> Rows:
         return fit_rows(facts, gpu_memory, elsewhere=1)
     others = [workers.count(device) for device in set(workers) if device != master]
     sharing = _sharing(facts, plan)
-    own_weights = workers.count(master) - sharing if facts.generator in (HF, VLLM) else 0
+    own_weights = workers.count(master) - sharing if not ENGINES[facts.generator].served else 0
     return fit_rows(facts, gpu_memory, sharing=sharing, own_weights=own_weights, elsewhere=max(others, default=0))
 
 
 def _sharing(facts: TrainerFacts, plan: RunPlan) -> int:
     """How many workers have the server's weights for their own; an engine of vLLM has a copy."""
-    return plan.workers_sharing if facts.generator == HF else 0
+    return plan.workers_sharing if ENGINES[facts.generator].in_place else 0
 
 
 def _not_counted(facts: TrainerFacts) -> str:

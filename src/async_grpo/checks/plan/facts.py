@@ -87,7 +87,7 @@ class TrainerFacts:
     names_server: bool = False  # it says where that server is
     report_to: list[str] = field(default_factory=list)
     save_total_limit: int | None = None
-    generator: str = ""  # hf or vllm: what the workers of a distributed run generate with
+    generator: str = "hf"  # what the workers of a distributed run generate with: the name of a `Capabilities`
     resumes_from: str = ""  # checkpoint, under --resume
     other_checkpoints: str = ""  # a sentence about those in output_dir that are not this run's
     shape: Shape | None = None  # None: a mixture of experts, or another model that is no dense decoder

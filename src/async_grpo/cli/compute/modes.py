@@ -9,7 +9,7 @@ from dataclasses import replace
 from async_grpo.cli.options import gathered
 from async_grpo.errors import UsageError
 from async_grpo.settings import WorkerSettings, flag_name
-from async_grpo.setup.generator_choice import HF, VLLM, check_generator_options
+from async_grpo.setup.generator_choice import ENGINES, HF, check_generator_options
 
 IN_ONE_PROCESS = frozenset(
     (
@@ -31,14 +31,15 @@ def refuse_in_one_process(args: argparse.Namespace) -> None:
             f"{_flags(unused)}: for distributed runs only; plain TRL in one process would ignore it. Leave it out, or "
             f"{how}."
         )
-    if args.generator in (HF, VLLM):
-        instead = "use_vllm=false" if args.generator == HF else "use_vllm=true --set vllm_mode=colocate"
+    engine = ENGINES.get(args.generator, HF)
+    if args.generator is not None and not engine.started:
+        instead = "use_vllm=false" if engine == HF else "use_vllm=true --set vllm_mode=colocate"
         raise UsageError(
             f"--generator {args.generator}: in one process TRL itself generates, with what the GRPOConfig says. Take "
             f"--set {instead} in its place, or add --distributed."
         )
     given_to_server = WorkerSettings(server_devices=args.server_devices, server_timeout=args.server_timeout)
-    check_generator_options(args.generator or HF, given_to_server)
+    check_generator_options(engine, given_to_server)
 
 
 def refuse_without_effect(args: argparse.Namespace) -> None:
@@ -50,7 +51,7 @@ def refuse_without_effect(args: argparse.Namespace) -> None:
         is_known = args.generator is not None  # else the setup file and the machine decide: the worker looks again
         work = gathered(WorkerSettings, args)
         work = work if is_known else replace(work, in_flight_update="off")
-        check_generator_options(args.generator or HF, work, deterministic=is_known and args.deterministic)
+        check_generator_options(ENGINES.get(args.generator, HF), work, deterministic=is_known and args.deterministic)
 
 
 def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], str]]:

@@ -21,7 +21,7 @@ from async_grpo.rundir.lifecycle import preview
 from async_grpo.settings import LaunchSettings, TrainingSettings, log_level
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import CPU, check_torch_sees, check_weights, choose_device, hold_to_device
-from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator, refuse_own_server
+from async_grpo.setup.generator_choice import ENGINES, HF, choose_generator, refuse_own_server
 
 if TYPE_CHECKING:
     from async_grpo.deltas.callback import DeltaCallback
@@ -180,7 +180,7 @@ def _keeper(settings: TrainingSettings, run_dir: Path | None, output: Path) -> D
 
 def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: str) -> bool:
     """Whether the run starts a vLLM server for TRL (`--generator vllm-server`). `UsageError`: it cannot."""
-    if args.generator != STARTED_SERVER:
+    if not ENGINES.get(args.generator, HF).started:
         return False
     if run_dir is None:
         raise UsageError("--generator vllm-server with plain TRL: say where the server's output goes, --run-dir DIR.")
@@ -199,8 +199,7 @@ def _distributed(args: argparse.Namespace) -> int:
     if args.device is not None:
         raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
     ranks = _ranks(args)
-    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
-        choose_generator(args.generator, None, on_gpu=False)
+    choose_generator(args.generator, None, on_gpu=False)  # is it installed? What the setup file asks for is seen later
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     check_weights(args.weights, master)
     options.gathered(TrainingSettings, args).check()

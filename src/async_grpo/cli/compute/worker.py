@@ -11,7 +11,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import WorkerSettings, log_level, positive
 from async_grpo.setup.devices import CPU, choose_device
 from async_grpo.setup.generated.trl_command import setup_file
-from async_grpo.setup.generator_choice import HF, choose_generator, installed
+from async_grpo.setup.generator_choice import ENGINES, VLLM, choose_generator, installed
 
 EXAMPLES = """\
   async-grpo worker -d 1                    on GPU 1, for the run in worker/, with the server's setup file
@@ -67,12 +67,11 @@ def _by_hand(args: argparse.Namespace) -> tuple[str, WorkerSettings]:
 
         args.config = setup_file(args.config)
         check_setup_file(args.config)
-    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
-        choose_generator(args.generator, None, on_gpu=False)
+    choose_generator(args.generator, None, on_gpu=False)  # is it installed? What the setup file asks for is seen later
     return device, options.gathered(WorkerSettings, args)
 
 
 def _fast_inference(generator: str | None, device: str) -> str:
     """1 where Unsloth can generate with vLLM, for setup files that load their model so."""
     can = device != CPU and installed("unsloth") and installed("vllm")
-    return "1" if can and generator != HF else "0"
+    return "1" if can and ENGINES.get(generator or "", VLLM).package == VLLM.package else "0"

@@ -18,9 +18,7 @@ from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import Address, EndpointServer
 from async_grpo.rollout.engines import PreparedGroup
-from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
-from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 from async_grpo.setup.sampling import effective_sampling
 from async_grpo.tokens.transcript import TokenLimits
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from async_grpo.tokens import Tokens
 
 ERROR_COLUMN = "agent_error"  # what reward functions get of an agent that raised
+_SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # by OpenAI's names and vLLM's
 SAY_AT_MOST = 3  # errors of an agent that are logged
 
 
@@ -68,7 +67,8 @@ class Harness:
         self._agents = Agents(given.agent)
         self._server = EndpointServer(loop)
         self._address: Address | None = None
-        self._sampling = _sampled_with(trl, HF if isinstance(engine, TransformersEngine) else VLLM)
+        sampling = effective_sampling(trl.trainer, engine.capabilities)
+        self._sampling = {name: getattr(sampling, name) for name in _SAMPLED_WITH}
         self._open: set[Episode] = set()
         self._said: set[str] = set()
 
@@ -230,13 +230,6 @@ def _said_nothing(error: str | None) -> str:
         f"The agent {how} without an answer of the endpoint, so there is no completion to train on. It has to ask "
         "endpoint.base_url with endpoint.api_key, for endpoint.model, in each of its calls."
     )
-
-
-def _sampled_with(trl: RolloutTrainer, generator: str) -> dict[str, float]:
-    """What tokens are sampled with, by OpenAI's names and vLLM's."""
-    sampling = effective_sampling(trl.trainer, generator)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: getattr(sampling, name) for name in names}
 
 
 def _allowed(sampling: Mapping[str, float], job: Job) -> dict[str, list[float]]:

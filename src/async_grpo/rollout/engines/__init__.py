@@ -16,6 +16,7 @@ from async_grpo.records import seed_from
 if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.policy import Policy
+    from async_grpo.setup.generator_choice import Capabilities
     from async_grpo.tokens import Tokens
     from async_grpo_ipc import RemoteWeights
 
@@ -73,10 +74,15 @@ class WeightsLostError(PeerDiedError):
     """The exporter died while its weights were copied under the groups in flight: what they sample is of no version."""
 
 
+def stop_tags(trainer: Any) -> tuple[str, ...]:
+    """What ends a message in a dialogue with tools: the tags of a tokenizer from `async_grpo.envs.with_tags`."""
+    return tuple(getattr(trainer.processing_class, "stop_tags", ())) if trainer.tools else ()
+
+
 class Engine(Protocol):
     """Samples completions. Every method is called by the worker's thread."""
 
-    joins: bool  # groups can join while others are being sampled
+    capabilities: Capabilities
 
     @property
     def most_groups(self) -> int:

@@ -28,8 +28,6 @@ class BatchEngine(ABC):
     memory, or by an error of the device, waits for the others: if the next one fails alike, no group is to blame.
     """
 
-    joins = False
-
     def __init__(self, most_groups: int) -> None:
         self.most_groups = most_groups
         self._waiting: deque[list[PreparedGroup]] = deque()

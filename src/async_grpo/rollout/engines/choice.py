@@ -1,31 +1,26 @@
-"""Makes the engine of a worker: the one function that knows all of them."""
+"""Makes the engine of a worker: the one module that knows all of them, in `MAKERS`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UsageError
+from async_grpo.rollout.engines import Engine, stop_tags
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.setup.generator_choice import (
     HF,
+    NAMED_SERVER,
     STARTED_SERVER,
     VLLM,
-    VLLM_SERVER,
+    Capabilities,
     check_generator_options,
     choose_generator,
     engine_inside,
 )
-from async_grpo.setup.sampling import (
-    check_generation,
-    check_sampling,
-    guidance_of,
-    needs_kept_tokens,
-    stop_tags,
-    transformers_config,
-)
+from async_grpo.setup.sampling import check_sampling, guidance_of, needs_kept_tokens, transformers_config
 from async_grpo.telemetry.waiting import wait_until
 
 ENGINE_START_S = 1200.0  # for all engines of one GPU
@@ -34,11 +29,6 @@ if TYPE_CHECKING:
     from transformers import StoppingCriteriaList
 
     from async_grpo.records import WorkerId
-    from async_grpo.rollout.engines import Engine
-    from async_grpo.rollout.engines.continuous import ContinuousEngine
-    from async_grpo.rollout.engines.served.elsewhere import VLLMServer
-    from async_grpo.rollout.engines.served.started import StartedServer
-    from async_grpo.rollout.engines.transformers import TransformersEngine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rundir.paths import RunDir, RunState
     from async_grpo.settings import TrainingSettings, WorkerSettings
@@ -53,18 +43,11 @@ def make_engine(
         UsageError: it cannot be had with the other options.
         UnsupportedError: it does not suit the trainer or the run.
     """
-    plan, chosen = state.plan, choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
-    check_generation(trl.trainer, chosen)
-    check_sampling(trl.trainer, plan.training.correction, chosen, deterministic=plan.training.deterministic)
-    trl.sampled_by(chosen, plan.training.max_staleness)
-    check_generator_options(chosen, settings, deterministic=plan.training.deterministic, workers=plan.num_workers)
-    if chosen == HF:
-        return transformers_engine(trl, deterministic=plan.training.deterministic)
-    if chosen == VLLM_SERVER:
-        return connect(run, trl.trainer)
-    if chosen == STARTED_SERVER:
-        return start_server(trl, settings, run, worker)
-    return _vllm_engine(trl, settings, run, plan.training, worker)
+    training, chosen = state.plan.training, choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
+    check_sampling(trl.trainer, training.correction, chosen, deterministic=training.deterministic)
+    trl.sampled_by(chosen, training.max_staleness)
+    check_generator_options(chosen, settings, deterministic=training.deterministic, workers=state.plan.num_workers)
+    return MAKERS[chosen](trl, settings, run, training, worker)
 
 
 @contextmanager
@@ -89,7 +72,7 @@ def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> TransformersEngine:
+def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> Engine:
     """Make the engine that samples with the trainer's own model.
 
     Args:
@@ -125,7 +108,7 @@ def _stopping(trainer: Any) -> StoppingCriteriaList:
     return StoppingCriteriaList([StopStringCriteria(trainer.processing_class, list(tags))] if tags else [])
 
 
-def connect(run: RunDir, trainer: Any) -> VLLMServer:
+def connect(run: RunDir, trainer: Any) -> Engine:
     """The vLLM server that the setup file names, for this worker alone."""
     from async_grpo.rollout.engines.served.elsewhere import VLLMServer
 
@@ -138,7 +121,7 @@ def connect(run: RunDir, trainer: Any) -> VLLMServer:
     return VLLMServer(trainer)
 
 
-def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, worker: WorkerId) -> StartedServer:
+def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, worker: WorkerId) -> Engine:
     """A vLLM server of this worker's own."""
     from async_grpo.rollout.engines.served.started import StartedServer
     from async_grpo.serving.vllm_server import READY_S
@@ -157,7 +140,7 @@ def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, wor
 
 def _vllm_engine(
     trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, training: TrainingSettings, worker: WorkerId
-) -> ContinuousEngine:
+) -> Engine:
     from async_grpo.rollout.engines.continuous import ContinuousEngine
     from async_grpo.rollout.engines.vllm import VLLMEngine
 
@@ -177,3 +160,11 @@ def _vllm_engine(
     return ContinuousEngine(
         engine, group_size=trainer.num_generations, in_flight_update=in_flight_update, deterministic=deterministic
     )
+
+
+MAKERS: dict[Capabilities, Callable[[RolloutTrainer, WorkerSettings, RunDir, TrainingSettings, WorkerId], Engine]] = {
+    HF: lambda trl, settings, run, training, worker: transformers_engine(trl, deterministic=training.deterministic),
+    VLLM: _vllm_engine,
+    NAMED_SERVER: lambda trl, settings, run, training, worker: connect(run, trl.trainer),
+    STARTED_SERVER: lambda trl, settings, run, training, worker: start_server(trl, settings, run, worker),
+}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from async_grpo.errors import GeneratorError, PeerDiedError
 from async_grpo.rollout.engines import Chunk, PreparedGroup, SampledGroup, WeightsLostError
 from async_grpo.rollout.policy import Policy
+from async_grpo.setup.generator_choice import VLLM
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import ExporterDiedError
@@ -31,7 +32,7 @@ class ContinuousEngine(Policy):
         deterministic: each completion is seeded by its job.
     """
 
-    joins = True
+    capabilities = VLLM
 
     def __init__(
         self, engine: VLLMEngine, *, group_size: int, in_flight_update: bool = False, deterministic: bool = False

@@ -21,6 +21,7 @@ from async_grpo.rollout.engines.captured import DecodeSteps
 from async_grpo.rollout.engines.decoding import Draw, SamplingLoop
 from async_grpo.rollout.engines.vision import VisionInputs
 from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.setup.generator_choice import HF
 from async_grpo.tokens import as_tokens
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class TransformersEngine(BatchEngine):
         steps: passes in fixed shapes; None: in shapes that grow.
         device: where the model belongs, if it was loaded without weights.
     """
+
+    capabilities = HF
 
     def __init__(
         self,

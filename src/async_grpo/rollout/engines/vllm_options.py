@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.engines import stop_tags
 from async_grpo.setup.generator_choice import VLLM
-from async_grpo.setup.sampling import effective_sampling, stop_tags
+from async_grpo.setup.sampling import effective_sampling
 
 # What transformers calls these in `generation_kwargs`, for files that were written for it.
 _RENAMED = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

@@ -98,12 +98,12 @@ class Asks:
         self._sampling.clear()
 
     def _batch(self) -> list[PreparedGroup]:
-        if not self._engine.joins and (self._sampling or self._working):
+        if not self._engine.capabilities.joins and (self._sampling or self._working):
             return []
         asks, self._waiting = [ask for ask in self._waiting if not ask[1].done()], []
         asks.sort(key=lambda ask: (ask[0].job.seq, ask[0].place))
         parts = [[ask] for ask in asks]
-        if not self._engine.joins:
+        if not self._engine.capabilities.joins:
             parts = [[*part] for _, part in groupby(asks, lambda ask: (ask[0].job.seq, ask[0].turn))]
         batch = {_together([group for group, _ in part]): part for part in parts}
         self._sampling.update(batch)

@@ -17,13 +17,12 @@ from typing import Any
 from async_grpo.errors import RunRefused
 from async_grpo.images import images_in
 from async_grpo.records import Job
-from async_grpo.rollout.engines import PreparedGroup
+from async_grpo.rollout.engines import PreparedGroup, stop_tags
 from async_grpo.rollout.left import Left, leave, left
 from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, rows_of
 from async_grpo.rollout.trl_trainer import Images, RolloutBatch, RolloutTrainer
 from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
-from async_grpo.setup.sampling import stop_tags
 from async_grpo.tokens import Tokens, ids_and_logprobs
 from async_grpo.tokens.transcript import Transcript
 

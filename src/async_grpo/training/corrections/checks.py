@@ -9,7 +9,7 @@ from torch import nn
 from async_grpo.archive.history import Sampler
 from async_grpo.errors import UnsupportedError
 from async_grpo.settings import OFF
-from async_grpo.setup.generator_choice import HF, VLLM, wants_vllm
+from async_grpo.setup.generator_choice import ENGINES, VLLM, wants_vllm
 from async_grpo.setup.replaced import users_class
 from async_grpo.setup.sampling import WITHOUT_SAMPLER, effective_sampling
 from async_grpo.training.corrections.rule import TOKEN, Rule
@@ -82,9 +82,10 @@ def _check_vespo(rule: Rule, trainer: Any) -> None:
 def sampled_with(trainer: Any, correction: str, generator: str | None) -> Sampler:
     """How groups of a run with this correction are sampled. `generator` None: workers started by hand."""
     if generator is None and wants_vllm(trainer):
-        generator = VLLM
-    exact = generator == HF or correction not in WITHOUT_SAMPLER  # or its groups name the tokens that were kept
-    departures = [] if exact else effective_sampling(trainer, generator or VLLM).departures()
+        generator = VLLM.name
+    engine = ENGINES.get(generator or "", VLLM)  # an older run may have had another name for a server
+    exact = engine.full_softmax or correction not in WITHOUT_SAMPLER  # or its groups name the tokens that were kept
+    departures = [] if exact else effective_sampling(trainer, engine).departures()
     return Sampler(generator=generator, correction=correction, departures=departures)
 
 

@@ -24,7 +24,7 @@ from async_grpo.archive.history import Sampler
 from async_grpo.errors import RunRefused
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.log import logger
-from async_grpo.setup.generator_choice import HF
+from async_grpo.setup.generator_choice import ENGINES
 from async_grpo.training.corrections.kept import IDS, SIZES
 from async_grpo.training.corrections.weights import loss_mask
 
@@ -104,7 +104,7 @@ def _rounding(trainer: Any, generator: str | None, publish_dtype: str | None) ->
         return str(trainer.accelerator.mixed_precision)
     if publish_dtype is not None:
         return f"--publish-dtype {publish_dtype}"
-    if generator != HF:
+    if generator is None or not ENGINES[generator].in_place:
         return "an engine that is not transformers" if generator else "the engine of workers started by hand"
     return "" if trainer.accelerator.device.type == "cpu" or _computes_in_float32() else "TF32"
 

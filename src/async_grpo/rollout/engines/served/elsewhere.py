@@ -20,6 +20,7 @@ from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
 from async_grpo.rollout.engines.vllm_options import adapter_of
 from async_grpo.rollout.policy import Policy, PolicyWeights
+from async_grpo.setup.generator_choice import NAMED_SERVER
 from async_grpo_ipc import RemoteWeights
 
 
@@ -30,6 +31,8 @@ class VLLMServer(ServerEngine):
         GeneratorError: the server cannot be reached, or rejects a request that is not a group's fault.
         UnsupportedError: it was not started as this needs it, or the model cannot be sent.
     """
+
+    capabilities = NAMED_SERVER
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)

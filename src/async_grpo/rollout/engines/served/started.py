@@ -23,6 +23,7 @@ from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEn
 from async_grpo.rollout.engines.vllm_options import adapter_of, describe_model, engine_options
 from async_grpo.rollout.policy import Policy, free_memory
 from async_grpo.serving.vllm_server import END_S, READY_S, ServerPlan, VLLMServerProcess, flags
+from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError, RemoteWeights
 from async_grpo_ipc.checkpoint import Adapter
@@ -44,6 +45,8 @@ class StartedServer(ServerEngine):
     Raises:
         UnsupportedError: the model or the setup file does not suit a server that we start.
     """
+
+    capabilities = STARTED_SERVER
 
     def __init__(
         self,
