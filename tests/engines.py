@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig
+
 from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.tokens import ids_and_logprobs
 from patience import DEADLINE_S
 
@@ -28,6 +32,16 @@ def job(seq: int = 0, *, row: Any = None, seed: int | None = None, size: int = 2
 def group(prompts: Sequence[list[int]], seq: int = 0, seed: int | None = None, **sampling: float) -> PreparedGroup:
     asked = replace(job(seq, seed=seed, size=len(prompts)), sampling=sampling)
     return PreparedGroup(job=asked, version=0, prompt_ids=list(prompts))
+
+
+def transformers_of(
+    model: Any, tokens: int | None, pad: int, end: int | list[int], sampling: Mapping[str, Any], **options: Any
+) -> TransformersEngine:
+    """An engine that samples with this model. `options` are arguments of the engine."""
+    given = {"do_sample": True, "temperature": 1.0, "top_k": 0, **sampling}
+    config = GenerationConfig(max_new_tokens=tokens, pad_token_id=pad, eos_token_id=end, **given)
+    options = {"loss_temperature": given["temperature"], "most_groups": 8, **options}
+    return TransformersEngine(model, config=config, pad_token_id=pad, autocast=nullcontext, **options)
 
 
 def run(engine: Engine, groups: Sequence[PreparedGroup]) -> list[SampledGroup]:

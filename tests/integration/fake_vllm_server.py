@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,11 @@ import pytest
 import safetensors.torch
 import torch
 from in_process import build_model, build_tokenizer
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
-from async_grpo.records import Job
-from async_grpo.rollout.engines import PreparedGroup
-from async_grpo.rollout.engines.transformers import TransformersEngine
-from async_grpo.tokens import ids_and_logprobs
+from engines import sample, transformers_of
 
 DEADLINE_S = 60.0
 
@@ -101,28 +98,10 @@ class FakeVLLMServer(ThreadingHTTPServer):
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         assert self.model is not None
         prompts = [prompt for prompt in body["prompt"] for _ in range(body["n"])]
-        config = GenerationConfig(
-            do_sample=True,
-            temperature=body["temperature"],
-            max_new_tokens=body["max_tokens"],
-            eos_token_id=body.get("stop_token_ids") or self.model.config.eos_token_id,
-            pad_token_id=self.model.config.pad_token_id,
-            top_k=None,
-        )
-        engine = TransformersEngine(
-            self.model,
-            config=config,
-            loss_temperature=body["temperature"],
-            pad_token_id=self.model.config.pad_token_id,
-            autocast=nullcontext,
-            most_groups=1,
-        )
-        seed = len(self.asked)
-        job = Job(run_id="", seq=0, row={}, num_generations=len(prompts), seed=seed, born_version=0, min_version=0)
-        sampled = engine.sample([PreparedGroup(job=job, version=0, prompt_ids=prompts)])
-        while not sampled:
-            sampled = engine.sample([])
-        completions, logprobs = ids_and_logprobs(sampled[0].tokens)
+        end = body.get("stop_token_ids") or self.model.config.eos_token_id
+        sampling = {"temperature": body["temperature"], "top_k": None}
+        engine = transformers_of(self.model, body["max_tokens"], self.model.config.pad_token_id, end, sampling)
+        completions, logprobs = sample(engine, prompts, seed=len(self.asked))
         return [
             {
                 "prompt_token_ids": prompt,

@@ -11,20 +11,18 @@ import json
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
-from in_process import build_model, build_tokenizer, build_trainer, jobs_of
+from in_process import build_model, build_tokenizer, build_trainer
 from peft import LoraConfig
 from runs import SETUP, command, steps_logged
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
-from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.served import client
 from async_grpo.rollout.engines.served.elsewhere import ServedPolicy, VLLMServer
 from async_grpo.rollout.policy import PolicyWeights
@@ -34,6 +32,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.generator_choice import NAMED_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
+from engines import group, run, sample
 
 pytestmark = pytest.mark.integration
 
@@ -68,23 +67,6 @@ def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:
     return trainer
 
 
-def group(prompts: list[list[int]], seq: int = 0) -> PreparedGroup:
-    [job] = jobs_of([{}], group_size=len(prompts))
-    return PreparedGroup(job=replace(job, seq=seq), version=0, prompt_ids=prompts)
-
-
-def sample(engine: VLLMServer, *groups: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Tokens and log-probabilities of all prompts."""
-    prepared = [group(prompts, seq) for seq, prompts in enumerate(groups)]
-    sampled = engine.sample(prepared)
-    while len(sampled) < len(prepared):
-        sampled += engine.sample([])
-    for one in sampled:
-        if one.error is not None:
-            raise one.error
-    return ids_and_logprobs(tokens for one in sampled for tokens in one.tokens)
-
-
 def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
@@ -101,7 +83,8 @@ def test_it_generates_with_the_weights_that_it_was_sent(server: FakeVLLMServer, 
     trainer = worker_trainer(tmp_path, server.url, temperature=0.7)
     engine = VLLMServer(trainer)
     engine.load()
-    completions, logprobs = sample(engine, [PROMPT] * 2, [OTHER] * 2)
+    sampled = run(engine, [group([PROMPT] * 2), group([OTHER] * 2)])
+    completions, logprobs = ids_and_logprobs(tokens for one in sampled for tokens in one.tokens)
     assert len(completions) == len(logprobs) == 4
     for prompt, ids, values in zip([PROMPT, PROMPT, OTHER, OTHER], completions, logprobs, strict=True):
         expected = logprobs_of(trainer.model, prompt, ids, temperature=0.7)
@@ -132,13 +115,8 @@ def test_sampling_parameters_go_as_trl_sends_them(server: FakeVLLMServer, tmp_pa
 
 def test_groups_of_other_lengths_are_asked_for_together(server: FakeVLLMServer, tmp_path: Path) -> None:
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
-    groups = [group([PROMPT] * 2, seq) for seq in range(3)]
-    groups[1:] = (
-        replace(it, job=replace(it.job, sampling={"max_tokens": most})) for it, most in zip(groups[1:], (2, 5))
-    )
-    sampled = engine.sample(groups)
-    while not sampled:
-        sampled = engine.sample([])
+    groups = [group([PROMPT] * 2), *(group([PROMPT] * 2, max_tokens=most) for most in (2, 5))]
+    sampled = run(engine, groups)
     longest = [max(len(tokens.ids) for tokens in one.tokens) for one in sampled]
     assert [one.prepared for one in sampled] == groups and longest == [8, 2, 5]
     assert [body["max_tokens"] for body in server.bodies("/v1/completions")] == [8]

@@ -7,6 +7,7 @@ the process is a stub. The real ones are in `tests/with_vllm`, and the life of a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,18 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm_server import MortalServer, serving
-from in_process import build_model, build_tokenizer, build_trainer, jobs_of
+from in_process import build_model, build_tokenizer, build_trainer
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
 
 from async_grpo.errors import GeneratorError, UnsupportedError
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.served import started
 from async_grpo.rollout.engines.served.started import FedPolicy, StartedServer
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo_ipc import RemoteWeights, WeightExporter, attachment, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint
+from engines import group, run
 from fake_cuda import Knobs, install
 
 pytestmark = pytest.mark.integration
@@ -105,11 +107,8 @@ def fed(server: FedServer, remote: RemoteWeights, tmp_path: Path) -> Iterator[tu
 
 
 def sample(engine: StartedServer, version: int) -> SampledGroup:
-    [job] = jobs_of([{}], group_size=2)
-    sampled = engine.sample([PreparedGroup(job=job, version=version, prompt_ids=[PROMPT] * 2)])
-    while not sampled:
-        sampled = engine.sample([])
-    return sampled[0]
+    [sampled] = run(engine, [replace(group([PROMPT] * 2), version=version)])
+    return sampled
 
 
 def check(sampled: SampledGroup, model: Any) -> None:

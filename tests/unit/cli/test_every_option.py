@@ -233,8 +233,6 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         ),
         (["--distributed", "--deterministic", "--groups-per-claim", "2"], "generates and scores each group alone"),
         (["--distributed", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
-        (["--distributed", "--generator", "vllm-server", "--in-flight-update", "on"], "with the weights that began it"),
-        (["--distributed", "--server-devices", "1"], "--server-devices is of a server that is started for the run"),
         (["--distributed", "--gpu-memory", "40GB"], "add --dry-run"),
         (["--distributed", "--nodes", "2", "--node-dir", "d"], "--nodes, --node-dir: without --ray all processes are"),
         (["-n", "0"], "--num-workers: 0 leaves nobody to generate, without --ray"),

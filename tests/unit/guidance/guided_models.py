@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
+from transformers import LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
 from async_grpo_experiments.guidance.setup import TrainerGuidance
+from engines import transformers_of
 
 PAD = END = 1  # one id
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
@@ -57,19 +57,9 @@ def head_of(model: Any, *, trained: bool = True, **about: Any) -> ValueHead:
 
 
 def engine(model: Any, guidance: Guidance | None, *, tokens: int = 10, temperature: float = 1.0) -> TransformersEngine:
-    config = GenerationConfig(
-        max_new_tokens=tokens, pad_token_id=PAD, eos_token_id=END, do_sample=True, top_k=0, temperature=temperature
-    )
-    return TransformersEngine(
-        model,
-        config=config,
-        loss_temperature=temperature,
-        pad_token_id=PAD,
-        autocast=nullcontext,
-        most_groups=8,
-        guidance=None if guidance is None else TrainerGuidance(guidance),
-        tokenizer=Words(),
-    )
+    guiding = None if guidance is None else TrainerGuidance(guidance)
+    sampling = {"temperature": temperature}
+    return transformers_of(model, tokens, PAD, END, sampling, guidance=guiding, tokenizer=Words())
 
 
 def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from async_grpo.evals.estimators import mean_with_interval
 from async_grpo.rollout.engines.transformers import TransformersEngine
@@ -27,7 +26,7 @@ from async_grpo_experiments.worlds.enumerable import (
     numbers_of,
 )
 from async_grpo_experiments.worlds.tiny import endless_transformer, words_tokenizer
-from engines import group, run
+from engines import group, run, transformers_of
 
 PROMPT = (3, 1)
 ETA = 0.2
@@ -87,23 +86,8 @@ def decoded(request: pytest.FixtureRequest) -> Decoded:
     assert isinstance(head, ExactHead)
     head.table = [np.log(np.maximum(step, 1e-30)) for step in world.chances(record.levels.tolist())]
     guidance = Kept(Guidance(head=head, eta=ETA, top_k=TOKENS, use_cache=False))
-    engine = TransformersEngine(
-        model,
-        config=GenerationConfig(
-            max_new_tokens=LENGTH,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        ),
-        loss_temperature=1.0,
-        pad_token_id=tokenizer.pad_token_id,
-        autocast=nullcontext,
-        most_groups=8,
-        guidance=guidance,
-        tokenizer=tokenizer,
-    )
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    engine = transformers_of(model, LENGTH, pad, end, {}, guidance=guidance, tokenizer=tokenizer)
     return Decoded(world, guidance, engine)
 
 

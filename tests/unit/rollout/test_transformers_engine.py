@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -21,7 +20,7 @@ from transformers import (
 
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines.transformers import TransformersEngine
-from engines import group, run, sample
+from engines import group, run, sample, transformers_of
 
 PAD, EOS, OTHER_END = 0, 1, 2
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]  # of different lengths, so that two are padded
@@ -53,16 +52,9 @@ def engine_of(
     stopping: StoppingCriteriaList | None = None,
     **sampling: float,
 ) -> TransformersEngine:
-    settings = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "do_sample": True, **sampling}
-    return TransformersEngine(
-        model,
-        config=GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD, eos_token_id=[EOS, OTHER_END], **settings),
-        loss_temperature=loss_temperature or settings["temperature"],
-        pad_token_id=PAD,
-        autocast=nullcontext,
-        most_groups=8,
-        stopping=stopping,
-    )
+    settings = {"temperature": 0.7, "top_p": 1.0, **sampling}
+    options = {"loss_temperature": loss_temperature or settings["temperature"], "stopping": stopping}
+    return transformers_of(model, tokens, PAD, [EOS, OTHER_END], settings, **options)
 
 
 def forward_logprobs(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from async_grpo.errors import RunRefused
-from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM
+from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.training import weight_publisher
 from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublisher, slots_for, slots_of
 from async_grpo_ipc import WeightExporter, open_remote_memory
@@ -103,7 +103,6 @@ def test_there_is_a_slot_for_each_version_that_may_be_held_if_it_is_small(
     [
         (HF, {}, 4),
         (VLLM, {}, 2),
-        (STARTED_SERVER, {}, 2),
         (VLLM, {"delta_every": 1}, 3),
         (HF, {"master_device": "0", "worker_devices": ("1", "2")}, 2),
         (HF, {"master_device": "0", "worker_devices": ("0", "0"), "weights": "host"}, 2),
