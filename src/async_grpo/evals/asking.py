@@ -1,6 +1,6 @@
 """Prompt groups that one policy version is asked for: issued, answered by the workers, and collected.
 
-It goes through the queue that training uses. Evaluations and `roles.generator` share it.
+It goes through the queue that training uses. Evaluations and `roles.row_sampler` share it.
 """
 
 from __future__ import annotations

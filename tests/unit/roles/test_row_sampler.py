@@ -20,7 +20,7 @@ from async_grpo.evals.asking import Plan, SampleRequest
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.reports.rollouts import select
-from async_grpo.roles import generator
+from async_grpo.roles import row_sampler
 from async_grpo.roles.answering import AnswerServer
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
@@ -82,8 +82,8 @@ class Stage:
                         worker.complete(claim, answer(claim))
                 return len(self.asked) >= most
 
-            run = RunDir(self.root)
-            return generator._generate(AnswerServer(run, self._plan, self.state, trainer, queue, weights, should_stop))
+            answers = AnswerServer(RunDir(self.root), self._plan, self.state, trainer, queue, weights, should_stop)
+            return row_sampler._generate(answers)
 
     def rows(self) -> list[dict[str, Any]]:
         return list(load_from_disk(str(self.out)))
@@ -91,7 +91,7 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(generator, "rule_of", lambda server: AdvantageRule())
+    monkeypatch.setattr(row_sampler, "rule_of", lambda server: AdvantageRule())
     monkeypatch.setattr(prompts, "training_rows", lambda trainer: PROBLEMS)
     monkeypatch.setattr("async_grpo.evals.asking.WAKE_S", 0.001)
     yield

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 OPEN_AT_A_TIME = 1024  # requests: nothing else is in the queue
 
 
-def run_generator(options: ServerOptions) -> None:
+def run_row_sampler(options: ServerOptions) -> None:
     """Sample by the trainer's plan in a prepared run directory, and write the rows.
 
     Raises:
