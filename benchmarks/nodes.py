@@ -35,6 +35,8 @@ from benchmarks.node_runs import comparisons, memory_of_ray, pending_again_s
 from benchmarks.queue_cycles import RUN, make_group, make_job
 from benchmarks.table import Row, as_text, keep, row, update_docs
 
+from async_grpo.deltas.delta import encode, pack
+from async_grpo.deltas.tensors import as_words
 from async_grpo.nodes.cluster import (
     EXCHANGE,
     LOCAL_ADDRESS,
@@ -55,9 +57,6 @@ from async_grpo.setup.process import end_with_parent, path_to_us
 from async_grpo.telemetry.activity import Activity
 from async_grpo.telemetry.nodes import NodeRecord
 from async_grpo_ipc import WeightExporter
-from async_grpo_ipc.delta import encode
-from async_grpo_ipc.delta.file import pack
-from async_grpo_ipc.delta.tensors import as_buffer
 
 RESULTS = Path(__file__).with_name("results") / "nodes.json"
 GROUPS = 1500
@@ -241,11 +240,11 @@ def delta_ratio(rate: float) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(WEIGHTS_OF_A_DELTA, generator=generator) * 0.02
     moved = master - rate * torch.randn(WEIGHTS_OF_A_DELTA, generator=generator).sign()
-    before, after = ({"w": as_buffer(weights.to(torch.bfloat16))} for weights in (master, moved))
+    before, after = ({"w": as_words(weights.to(torch.bfloat16))} for weights in (master, moved))
     taken = []
     for _ in range(ENCODED):
         began = time.perf_counter()
-        nbytes = sum(map(len, pack(encode(before, after), {})))
+        nbytes = sum(map(len, pack(encode(before, after))))
         taken.append(time.perf_counter() - began)
     return after["w"].nbytes / nbytes, min(taken)
 

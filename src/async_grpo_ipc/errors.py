@@ -43,7 +43,3 @@ class MismatchError(IPCError):
 
 class ForkedError(IPCError):
     """An object was opened in another process, and this is a forked child of it."""
-
-
-class DeltaError(IPCError):
-    """A delta does not fit the version it is applied to, or is not what it says."""

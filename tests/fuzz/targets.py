@@ -6,7 +6,6 @@ inputs; `benchmarks/fuzz.py` searches for as long as it is told to.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import zlib
@@ -23,6 +22,8 @@ from hypothesis import strategies as st
 from async_grpo.archive import rollout_state
 from async_grpo.archive.history import final_history, read_record
 from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.deltas.coding import DeltaError
+from async_grpo.deltas.delta import Delta, _checksum, apply, digest, encode, pack, read
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.names import parse_name, parse_set_aside
@@ -35,9 +36,7 @@ from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import ActivityRecord, activity_file, read_activity
 from async_grpo.telemetry.run_log import RunLog, last_steps, rates
 from async_grpo_ipc.control import HEADER_BYTES, Header, SlotState
-from async_grpo_ipc.delta import Buffer, apply, digest, encode
-from async_grpo_ipc.delta import file as delta_file
-from async_grpo_ipc.errors import DeltaError, IPCError
+from async_grpo_ipc.errors import IPCError
 from async_grpo_ipc.handle import FORMAT, FORMAT_VERSION, crc32, read_handle, read_head
 
 RUN = "run-1"
@@ -316,28 +315,49 @@ NAMES = st.sampled_from(
 )
 NOTE = {"pid": 1, "host": "gpu1", "since": "now", "role": "server", "run_id": RUN}
 
-OLD = {"w": Buffer("U16", (300,), np.arange(600, dtype=np.int64).astype(np.uint8))}
-NEW = {"w": Buffer("U16", (300,), np.where(np.arange(600) % 9, OLD["w"].data, 7).astype(np.uint8))}
+OLD = {"w": np.arange(300, dtype=np.uint16)}
+NEW = {"w": np.where(np.arange(300) % 9, OLD["w"], 7).astype(np.uint16)}
+DELTA = encode(OLD, NEW, version=3)
+PACKED = b"".join(pack(DELTA))
+HEAD, BODY = (PACKED[8:][part] for n in [int.from_bytes(PACKED[:8], "little")] for part in (slice(n), slice(n, None)))
 
 
-FIRST, BODY = delta_file.pack(encode(OLD, NEW), {})
+def _safetensors(head: Any) -> bytes:
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + BODY
 
 
-def _delta_file(header: Any) -> bytes:
-    """A delta whose checksums fit what it says."""
-    text = json.dumps(header).encode()
-    start = b"AGDELTA1" + len(text).to_bytes(4, "little")
-    return start + crc32c(text, crc32c(start)).to_bytes(4, "little") + text + BODY
+def _delta_of_header(header: Any) -> bytes:
+    """A delta whose checksum fits what it says."""
+    text = json.dumps(header)
+    return _safetensors(
+        {**json.loads(HEAD), "__metadata__": {"delta": text, "checksum": _checksum(text, DELTA.frames)}}
+    )
 
 
-def _read_delta(data: bytes, _: Path) -> None:
-    delta = delta_file.read(io.BytesIO(data))[0]
-    rebuilt = apply(delta, None if delta.base is None else OLD)
-    assert digest(rebuilt) == delta.result
+def _delta_of_frame(frame: bytes) -> bytes:
+    return b"".join(pack(Delta(DELTA.header, {"w": frame})))
+
+
+DELTAS = [
+    changed(json.loads(HEAD)).map(_safetensors),
+    changed(asdict(DELTA.header)).map(_delta_of_header),
+    damaged(st.just(DELTA.frames["w"])).map(_delta_of_frame),
+]
+
+
+def _read_delta(data: bytes, folder: Path) -> None:
+    path = folder / "a.delta"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        delta = read(file.fileno())
+    weights = {"w": np.zeros(300, np.uint16) if delta.header.base is None else OLD["w"].copy()}
+    apply(delta, weights)
+    assert digest(weights) == delta.header.result
 
 
 TARGETS = [
-    Target("delta", damaged(changed(json.loads(FIRST[16:])).map(_delta_file)) | NO_JSON, _read_delta, (DeltaError,)),
+    Target("delta", st.one_of(DELTAS) | damaged(st.just(PACKED)) | NO_JSON, _read_delta, (DeltaError,)),
     Target("job", queue_file(encode_job(JOB)), lambda data, _: decode_job(data, run_id=RUN), (BadFileError,)),
     Target("group", queue_file(encode_group(_group(JOB))), _read_group, (BadFileError,)),
     Target("handle", files_like(changed(HANDLE).map(_handle_file)), _read_handle, (IPCError,)),

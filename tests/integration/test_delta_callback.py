@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from async_grpo.deltas import DeltaCallback
 from async_grpo.deltas.chain import Chain
+from async_grpo.deltas.tensors import as_tensors
 from async_grpo.errors import DeltaChainError, UnsupportedError
-from async_grpo_ipc.delta.tensors import as_tensors
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +46,7 @@ def is_exact(chain: Chain, saved: dict[int, dict[str, torch.Tensor]]) -> bool:
     return not chain.verify().problems and all(
         torch.equal(tensor, saved[version][name])
         for version in chain.versions
-        for name, tensor in as_tensors(chain.rebuild(version)).items()
+        for name, tensor in as_tensors(chain.rebuild(version), chain.about.tensors).items()
     )
 
 

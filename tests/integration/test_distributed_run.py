@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.places import chain_folder
-from async_grpo_ipc.delta.tensors import as_tensors
+from async_grpo.deltas.tensors import as_tensors
 
 pytestmark = pytest.mark.integration
 SHARES = """
@@ -108,7 +108,7 @@ def kept_versions_are_those_of_the_checkpoints(folder: Path, goal: int) -> None:
     assert not chain.verify().problems
     assert chain.versions[0] == 0 and chain.versions[-1] == goal
     saved = load_file(folder / "checkpoints" / f"checkpoint-{goal}" / "model.safetensors")
-    rebuilt = as_tensors(chain.rebuild(goal))
+    rebuilt = as_tensors(chain.rebuild(goal), chain.about.tensors)
     assert all(rebuilt[name].equal(tensor) for name, tensor in saved.items()) and saved
 
 

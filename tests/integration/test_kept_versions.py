@@ -110,7 +110,7 @@ def read_by_example() -> Callable[[Path, int], dict[str, Any]]:
 def same_as_the_example(chain: Chain, version: int) -> bool:
     ours, theirs = chain.rebuild(version), read_by_example()(chain.folder, version)
     return ours.keys() == theirs.keys() and all(
-        ours[name].data.tobytes() == array.tobytes() for name, array in theirs.items()
+        ours[name].tobytes() == array.tobytes() for name, array in theirs.items()
     )
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from async_grpo.deltas.encoder import Encoder, Keeping, is_due
+from async_grpo.deltas.encoder import Encoder, Keeping
+from async_grpo.deltas.tensors import copied
 from async_grpo.errors import UnsupportedError
-from async_grpo_ipc.delta.tensors import copied
 from async_grpo_ipc.model import model_tensors
 
 
@@ -41,7 +41,6 @@ class DeltaCallback(TrainerCallback):
         self._keeping = Keeping(folder=place, run_id=run_id or place.name, every=every, keep=keep)
         self._encoder: Encoder | None = None
         self._changing: dict[str, Tensor] = {}
-        self._taken: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
         entries = model_tensors(model, buffers=False)
@@ -53,33 +52,26 @@ class DeltaCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._close(state.global_step)  # of a training that ended with an error
-        changing = {entry.name: entry.tensor for entry in entries if entry.tensor.requires_grad}
+        self._changing = {entry.name: entry.tensor for entry in entries if entry.tensor.requires_grad}
         frozen = {entry.name: entry.tensor for entry in entries if not entry.tensor.requires_grad}
-        self._encoder = Encoder(self._keeping, model, given.get("processing_class"), changing, frozen)
-        self._changing, self._taken = changing, None
-        self._take(state.global_step)
+        self._encoder = Encoder(self._keeping, model, given.get("processing_class"), self._changing, frozen)
+        self._put(self._encoder, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        encoder = self._encoder
-        if encoder is None or encoder.has_failed or not encoder.has_room():
-            return
-        if is_due(state.global_step, self._taken, self._keeping.every):
-            self._take(state.global_step)
+        if self._encoder is not None and self._encoder.wants(state.global_step):
+            self._put(self._encoder, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         encoder = self._encoder
-        if encoder is not None and self._taken != state.global_step and encoder.awaits_room():
-            self._take(state.global_step)
+        if encoder is not None and encoder.taken != state.global_step and encoder.awaits_room():
+            self._put(encoder, state.global_step)
         self._close(state.global_step)
 
-    def _take(self, version: int) -> None:
-        assert self._encoder is not None
-        self._taken = version
-        self._encoder.reserve()
-        self._encoder.put(version, dict(copied(self._changing.items())))
+    def _put(self, encoder: Encoder, version: int) -> None:
+        copies = dict(copied(self._changing.items()))
+        encoder.put(version, lambda: copies)
 
     def _close(self, last: int) -> None:
         if self._encoder is not None:
-            self._encoder.end()
             self._encoder.close(last)
         self._encoder = None

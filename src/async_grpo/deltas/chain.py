@@ -1,10 +1,10 @@
 """A folder of versions: `000000.full`, `000001.delta`, `000002.delta`, …, and reading it back.
 
-    chain.json        what the versions are of: chain id, run, kind; written once
+    chain.json        what the versions are of: chain id, run, kind, tensors; written once
     model/            configuration and tokenizer, for a rebuilt checkpoint
     000000.full       a snapshot of version 0: needs no other file
     000001.delta      from the version before it in the folder to version 1
-    latest            the newest version; moved when its file is whole on the disk
+    latest            the newest version, and the oldest that is kept; moved when the newest is whole on the disk
     superseded-1/     versions that a resumed run has trained again
     writer.lock       kernel lock: one writer at a time
 
@@ -14,23 +14,36 @@ that was renamed, swapped or comes from elsewhere is noticed, and nothing is reb
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from async_grpo.deltas.coding import DeltaError
+from async_grpo.deltas.delta import Delta, DeltaHeader, Weights, apply, read, read_header, require_memory
 from async_grpo.errors import BadFileError, DeltaChainError
 from async_grpo.formatting import counted
 from async_grpo.rundir.reading import naming, open_plain, read_object
 from async_grpo.rundir.shape import shaped
-from async_grpo_ipc.delta import Buffer, Delta, DeltaError, apply, file
 
-FORMAT = "async-grpo-deltas/1"
+FORMAT = "async-grpo-deltas/2"
 CHAIN_FILE, LATEST, MODEL = "chain.json", "latest", "model"
+FULL_EVERY = 100  # of the kept versions, one in so many is a snapshot
 _NAME = re.compile(r"(\d{6,})\.(full|delta)")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """What a tensor is in every version of a chain."""
+
+    dtype: str  # as torch names it
+    item: int  # bytes of an element
+    shape: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +55,16 @@ class About:
     kind: str = "model"  # or "adapter"
     frozen: str | None = None  # the hash of the weights that an adapter belongs to
     names: dict[str, str] = field(default_factory=dict)  # published name -> name in a checkpoint, where they differ
+    tensors: dict[str, TensorKind]
     format: str = FORMAT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionPlace:
-    """What each file says about itself."""
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """What the file `latest` says."""
 
-    chain: str
-    version: int
-    before: int | None  # the version before it in the chain; a delta starts from it
-    span: int = 1  # optimizer steps since then
+    version: int | None = None
+    oldest: int = 0  # version from which on all are kept; older ones may be left of a writer that was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +72,13 @@ class Entry:
     """A file of the chain, of which the header could be read."""
 
     path: Path
-    place: VersionPlace
-    header: file.DeltaHeader
-
-    @property
-    def version(self) -> int:
-        return self.place.version
-
-    @property
-    def is_snapshot(self) -> bool:
-        return self.header.delta.base is None
-
-    @property
-    def hash(self) -> str:
-        return self.header.delta.result
+    header: DeltaHeader
+    nbytes: int
 
     def load(self) -> Delta:
         """`DeltaError` gives the reason where the file is damaged."""
-        with _opened(self.path) as found:
-            return file.read(found)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One version of a walk over the chain."""
-
-    entry: Entry
-    delta: Delta
-    buffers: dict[str, Buffer]
+        with _opened(self.path) as fd:
+            return read(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,225 +113,197 @@ class Chain:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.about = read_about(folder)
+        named = ((_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+        self.files = {int(match[1]): path for match, path in named if match}
         self.entries: dict[int, Entry] = {}
         self.problems: dict[int, ChainFault] = {}
-        for path, version, kind in _files(folder):
+        for version, path in self.files.items():
             try:
-                self.entries[version] = self._entry(path, version, kind)
+                self.entries[version] = self._entry(path)
             except DeltaError as error:
                 self.problems[version] = ChainFault(version, path.name, str(error))
-        self._set_aside_other_models()
 
     @property
     def versions(self) -> list[int]:
         """All that are there, readable or not, in order."""
-        return sorted({*self.entries, *self.problems})
+        return sorted(self.files)
 
-    def rebuild(self, version: int) -> dict[str, Buffer]:
-        """The buffers of `version`, whose hash is the one that was written with it.
+    def rebuild(self, version: int) -> Weights:
+        """The weights of `version`, whose hash is the one that was written with it.
 
         Raises:
             DeltaChainError: it is not in the chain, or a file that leads to it is missing or damaged.
         """
-        buffers: dict[str, Buffer] | None = None
+        weights: Weights = {}
         for entry in self.path_to(version):
             try:
-                buffers = _apply(entry, buffers)
+                weights = self._next(entry, weights)
             except DeltaError as error:
-                raise DeltaChainError(self._cannot(version, entry.path.name, str(error))) from error
-        assert buffers is not None  # the path begins with a snapshot
-        return buffers
+                raise self._cannot(version, entry.path.name, str(error)) from error
+        return weights
 
     def path_to(self, version: int) -> list[Entry]:
         """The files that lead to `version`, a snapshot first. `DeltaChainError` names the one that is missing."""
-        if version not in self.versions:
+        if version not in self.files:
             raise DeltaChainError(f"Version {version} is not in {self.folder}: {self._nearby(version)}.")
         path: list[Entry] = []
-        wanted = version
-        while True:
+        wanted: int | None = version
+        while wanted is not None:
             entry = self.entries.get(wanted)
             if entry is None:
-                problem = self.problems.get(wanted)
-                name, reason = (problem.file, problem.reason) if problem else (f"{wanted:06d}.delta", "it is missing")
-                raise DeltaChainError(self._cannot(version, name, reason))
-            if path and path[-1].header.delta.base != entry.hash:
-                raise DeltaChainError(self._cannot(version, path[-1].path.name, _other_base(path[-1], entry)))
+                fault = self.problems.get(wanted) or ChainFault(wanted, f"{wanted:06d}.delta", "it is missing")
+                raise self._cannot(version, fault.file, fault.reason)
+            if path and path[-1].header.base != entry.header.result:
+                raise self._cannot(version, path[-1].path.name, _other_base(path[-1], entry))
             path.append(entry)
-            if entry.is_snapshot:
-                return path[::-1]
-            assert entry.place.before is not None  # `_entry` has checked it
-            wanted = entry.place.before
+            wanted = None if entry.header.is_snapshot else entry.header.before
+        return path[::-1]
 
-    def walk(self, *, problems: list[ChainFault] | None = None, in_place: bool = True) -> Iterator[Step]:
-        """Each version that can be rebuilt, in order; what cannot is added to `problems`, or raised without them.
+    def walk(self, problems: list[ChainFault]) -> Iterator[tuple[Entry, Weights]]:
+        """Each version that can be rebuilt, in order; what cannot is added to `problems`.
 
-        Args:
-            in_place: the buffers of a step are valid until the next one.
+        The weights of a version are valid until the next one.
         """
-        buffers: dict[str, Buffer] | None = None
-        last: Entry | None = None  # that `buffers` are of
-        told: list[ChainFault] = []
+        weights: Weights = {}
+        last: Entry | None = None  # that `weights` are of
         for version in self.versions:
-            problem = self.problems.get(version)
-            if problem is None:
+            fault = self.problems.get(version)
+            if fault is None:
                 entry = self.entries[version]
-                reason = self._misplaced(entry, last, told)
-                if reason is None:
-                    try:
-                        delta = entry.load()
-                        start = None if entry.is_snapshot else buffers
-                        known = None if entry.is_snapshot or last is None else last.hash
-                        buffers, last = apply(delta, start, in_place=in_place, known=known), entry
-                        yield Step(entry, delta, buffers)
-                        continue
-                    except DeltaError as error:
-                        reason = str(error)
-                problem = ChainFault(version, entry.path.name, reason)
-            if problems is None:
-                raise DeltaChainError(f"{self.folder / problem.file} cannot be used: {problem.reason}")
-            buffers = last = None
-            told.append(problem)
-            problems.append(problem)
+                try:
+                    self._require_place(entry, last)
+                    weights, last = self._next(entry, weights), entry
+                except DeltaError as error:
+                    fault = ChainFault(version, entry.path.name, str(error))
+            if fault is None:
+                yield entry, weights
+            else:
+                last = None
+                problems.append(fault)
 
     def verify(self) -> Verdict:
         """Rebuild each version, and say which cannot be."""
         problems: list[ChainFault] = []
-        versions = [step.entry.version for step in self.walk(problems=problems)]
+        versions = [entry.header.version for entry, _ in self.walk(problems)]
         problems += self._missing()
         return Verdict(versions, sorted(problems, key=lambda problem: problem.version))
 
-    def _misplaced(self, entry: Entry, last: Entry | None, told: list[ChainFault]) -> str | None:
-        if entry.is_snapshot:
-            return None
-        before = entry.place.before
-        if before not in self.versions:
-            return f"it starts from version {before}, whose file is missing"
-        if last is None or last.version != before:
-            branches = [other for other in self.entries.values() if other.place.before == before]
-            if branches[0] is not entry and not any(problem.version == before for problem in told):
-                return f"it starts from version {before}, as {branches[0].path.name} does: a chain has no branches"
-            damaged = f" ({told[-1].file})" if told else ""
-            return f"it starts from version {before}, which cannot be rebuilt{damaged}"
-        return None if entry.header.delta.base == last.hash else _other_base(entry, last)
+    def _next(self, entry: Entry, weights: Weights) -> Weights:
+        """The weights of `entry`, made of those of the version before it, whose hash was compared with its base."""
+        delta = entry.load()
+        weights = self._zeros() if entry.header.is_snapshot else weights
+        apply(delta, weights, known=entry.header.base)
+        return weights
+
+    def _zeros(self) -> Weights:
+        """What a snapshot starts from."""
+        kinds = self.about.tensors
+        require_memory(sum(math.prod(kind.shape) * kind.item for kind in kinds.values()))
+        try:
+            return {name: np.zeros(kind.shape, f"<u{kind.item}") for name, kind in kinds.items()}
+        except (ValueError, TypeError, MemoryError) as error:
+            raise DeltaError(f"a tensor of {CHAIN_FILE} cannot be made ({error})") from error
+
+    def _require_place(self, entry: Entry, last: Entry | None) -> None:
+        before = entry.header.before
+        if entry.header.is_snapshot or before is None:
+            return
+        if before not in self.files:
+            raise DeltaError(f"it starts from version {before}, whose file is missing")
+        if last is None:
+            raise DeltaError(f"it starts from version {before}, which cannot be rebuilt ({self.files[before].name})")
+        if last.header.version != before:
+            raise DeltaError(f"it starts from version {before}, as {last.path.name} does: a chain has no branches")
+        if entry.header.base != last.header.result:
+            raise DeltaError(_other_base(entry, last))
 
     def _missing(self) -> Iterator[ChainFault]:
         """Files that others name, where nothing else shows that they are gone."""
-        first = max(min(self.versions, default=0), read_oldest(self.folder))
+        latest = read_latest(self.folder)
+        first = max(min(self.files, default=0), latest.oldest)
         for entry in self.entries.values():
-            before = entry.place.before
-            if entry.is_snapshot and before is not None and before > first and before not in self.versions:
+            before = entry.header.before
+            if entry.header.is_snapshot and before is not None and before > first and before not in self.files:
                 yield ChainFault(before, f"{before:06d}.delta", "it is missing: the snapshot after it names it")
-        newest = read_latest(self.folder)
-        if newest is not None and newest not in self.versions:
+        newest = latest.version
+        if newest is not None and newest not in self.files:
             yield ChainFault(newest, f"{newest:06d}.delta", f"it is missing: the file {LATEST} names it")
 
-    def _entry(self, path: Path, version: int, kind: str) -> Entry:
-        with _opened(path) as found:
-            header = file.read_header(found)
-            nbytes = os.fstat(found.fileno()).st_size
-        try:
-            entry = Entry(path, shaped(VersionPlace, header.about), header)
-        except BadFileError as error:
-            raise DeltaError(f"its header makes no sense ({error})") from error
-        if entry.place.chain != self.about.chain:
-            raise DeltaError(f"it belongs to another chain ({entry.place.chain}; this one is {self.about.chain})")
-        if entry.version != version or entry.is_snapshot != (kind == "full"):
-            what = f"{entry.version:06d}.{'full' if entry.is_snapshot else 'delta'}"
-            raise DeltaError(f"it holds {what}: it was renamed or swapped")
-        if not entry.is_snapshot and (entry.place.before is None or entry.place.before >= version):
-            raise DeltaError(f"it starts from version {entry.place.before}, which does not come before it")
-        if nbytes != header.file_bytes:
-            raise DeltaError(f"it has {nbytes:,} bytes instead of {header.file_bytes:,}: it is cut off, or no delta")
+    def _entry(self, path: Path) -> Entry:
+        with _opened(path) as fd:
+            entry = Entry(path, read_header(fd), os.fstat(fd).st_size)
+        header = entry.header
+        if header.chain != self.about.chain:
+            raise DeltaError(f"it belongs to another chain ({header.chain}; this one is {self.about.chain})")
+        if path.name != (name := file_name(header)):
+            raise DeltaError(f"it holds {name}: it was renamed or swapped")
+        if not header.is_snapshot and (header.before is None or header.before >= header.version):
+            raise DeltaError(f"it starts from version {header.before}, which does not come before it")
         return entry
 
-    def _set_aside_other_models(self) -> None:
-        """Files that claim other tensors than most of them do: nothing of that size is allocated."""
-        tensors = {version: _tensors(entry) for version, entry in self.entries.items()}
-        ours = Counter(tensors.values()).most_common(1)[0][0] if tensors else frozenset()
-        for version in [version for version, found in tensors.items() if found != ours]:
-            name, kind = min(tensors[version] - ours or ours - tensors[version])
-            reason = f"it has other tensors than the chain's model, such as {name} of {kind}"
-            self.problems[version] = ChainFault(version, self.entries.pop(version).path.name, reason)
-
     def _nearby(self, version: int) -> str:
-        if not self.versions:
+        if not self.files:
             return "the folder has no version yet"
-        lower = max((known for known in self.versions if known < version), default=None)
-        higher = min((known for known in self.versions if known > version), default=None)
+        lower = max((known for known in self.files if known < version), default=None)
+        higher = min((known for known in self.files if known > version), default=None)
         known = " and ".join(str(known) for known in (lower, higher) if known is not None)
-        return f"it has {counted(len(self.versions), 'version')}, of which {known} are the nearest"
+        return f"it has {counted(len(self.files), 'version')}, of which {known} are the nearest"
 
-    def _cannot(self, version: int, name: str, reason: str) -> str:
-        return (
+    def _cannot(self, version: int, name: str, reason: str) -> DeltaChainError:
+        return DeltaChainError(
             f"Version {version} cannot be rebuilt from {self.folder}: {name}: {reason.rstrip('.')}. `async-grpo delta "
             "verify` says which versions can be."
         )
+
+
+def file_name(header: DeltaHeader) -> str:
+    """The name of a version's file."""
+    return f"{header.version:06d}.{'full' if header.is_snapshot else 'delta'}"
 
 
 def read_about(folder: Path) -> About:
     """`DeltaChainError` where `folder` holds no chain."""
     try:
         found = read_object(folder / CHAIN_FILE)
+        if found.get("format") not in (None, FORMAT):
+            raise DeltaChainError(
+                f"{folder} has the format {found['format']}, and this release reads {FORMAT}. Rebuild its versions "
+                "with the release that wrote them, or choose another --delta-dir."
+            )
         with naming(folder / CHAIN_FILE):
-            about = shaped(About, found)
+            return shaped(About, found)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DeltaChainError(
             f"{folder} holds no chain of deltas: it has no {CHAIN_FILE}. `train --delta-every 1` writes one."
         ) from error
     except BadFileError as error:
         raise DeltaChainError(str(error)) from error
-    if about.format != FORMAT:
-        raise DeltaChainError(f"{folder} has the format {about.format}, and this version reads {FORMAT}.")
-    return about
 
 
-def read_latest(folder: Path) -> int | None:
-    """The version that `latest` names; None where it names none."""
-    return _in_latest(folder, "version")
-
-
-def read_oldest(folder: Path) -> int:
-    """The version from which on all are kept: older ones are deleted, or were to be when the writer was killed."""
-    return _in_latest(folder, "oldest") or 0
-
-
-def _in_latest(folder: Path, name: str) -> int | None:
+def read_latest(folder: Path) -> Latest:
+    """What the file `latest` says; nothing where it cannot be read."""
     try:
-        version = read_object(folder / LATEST).get(name)
+        return shaped(Latest, read_object(folder / LATEST))
     except (FileNotFoundError, BadFileError):
-        return None
-    return version if type(version) is int else None  # True is an int, too
-
-
-def _apply(entry: Entry, buffers: dict[str, Buffer] | None) -> dict[str, Buffer]:
-    delta = entry.load()  # its base was compared with the hash of the version before it
-    return apply(delta, buffers, in_place=True, known=None if buffers is None else delta.base)
-
-
-def _tensors(entry: Entry) -> frozenset[tuple[str, str]]:
-    """Name and kind of each."""
-    return frozenset((part.name, f"{part.dtype} {list(part.shape)}") for part in entry.header.delta.parts)
+        return Latest()
 
 
 def _other_base(entry: Entry, before: Entry) -> str:
     return (
-        f"it starts from other weights than version {before.version} has (hash {entry.header.delta.base}, there "
-        f"{before.hash})"
+        f"it starts from other weights than version {before.header.version} has (hash {entry.header.base}, there "
+        f"{before.header.result})"
     )
 
 
-def _files(folder: Path) -> list[tuple[Path, int, str]]:
-    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
-    by_version: dict[int, tuple[Path, int, str]] = {}
-    for path, match in sorted((path, match) for path, match in found if match):
-        by_version.setdefault(int(match[1]), (path, int(match[1]), match[2]))
-    return [by_version[version] for version in sorted(by_version)]
-
-
-def _opened(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     try:
-        return os.fdopen(open_plain(path), "rb")
+        fd = open_plain(path)
     except FileNotFoundError as error:
         raise DeltaError("it is missing") from error
     except BadFileError as error:
         raise DeltaError(str(error)) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
 from async_grpo.deltas.chain import MODEL, Chain
+from async_grpo.deltas.tensors import as_tensors
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.files import room_for
 from async_grpo.rundir.reading import read_file, read_object
-from async_grpo_ipc.delta import Buffers
 
 WEIGHTS = {"model": "model.safetensors", "adapter": "adapter_model.safetensors"}
 MAX_FILE_BYTES = 1 << 30  # of a tokenizer or a configuration
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
@@ -28,7 +32,7 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
     """
     if folder.exists():
         raise DeltaChainError(f"{folder} exists already. Name a folder that does not.")
-    buffers = chain.rebuild(version)
+    tensors = as_tensors(chain.rebuild(version), chain.about.tensors)
     name = WEIGHTS.get(chain.about.kind, WEIGHTS["model"])
     building = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
@@ -36,8 +40,12 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
             building.mkdir(parents=True)
             if (chain.folder / MODEL).is_dir():
                 _copy_files(chain.folder / MODEL, building)
-            _set_dtype(building / "config.json", buffers)
-            write_safetensors(building / name, {chain.about.names.get(key, key): one for key, one in buffers.items()})
+            _set_dtype(building / "config.json", tensors)
+            named = {chain.about.names.get(key, key): tensor for key, tensor in tensors.items()}
+            try:
+                save_file(named, building / name, metadata={"format": "pt"})
+            except SafetensorError as error:  # the disk may be full
+                raise DeltaChainError(f"{folder / name} cannot be written: {error}") from error
             building.rename(folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -55,22 +63,6 @@ def _copy_files(source: Path, target: Path) -> None:
             place.write_bytes(read_file(path, MAX_FILE_BYTES))
 
 
-def write_safetensors(path: Path, buffers: Buffers) -> None:
-    """The plain format, without torch: every dtype as its bits."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, buffer in buffers.items():
-        offsets = [at, at + buffer.nbytes]
-        header[name] = {"dtype": buffer.dtype, "shape": buffer.shape, "data_offsets": offsets}
-        at += buffer.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for buffer in buffers.values():
-            file.write(buffer.data.data)
-
-
 def keep_surroundings(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write what a checkpoint of `model` needs besides weights."""
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -86,7 +78,6 @@ def keep_surroundings(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def names_in_adapter(model: Any) -> dict[str, str]:
     """The name in a saved adapter of each parameter that has another one in the model."""
-    import torch
     from peft import get_peft_model_state_dict
 
     stand_ins = {name: torch.empty(0, dtype=torch.uint8, device="cpu") for name in model.state_dict()}
@@ -95,14 +86,14 @@ def names_in_adapter(model: Any) -> dict[str, str]:
     return {names[id(tensor)]: name for name, tensor in saved.items() if names[id(tensor)] != name}
 
 
-def _set_dtype(config: Path, buffers: Buffers) -> None:
+def _set_dtype(config: Path, tensors: dict[str, Tensor]) -> None:
     """Name the dtype of weights that were published in another one than they are trained in."""
     if not config.exists():
         return
     sizes: Counter[str] = Counter()
-    for buffer in buffers.values():
-        if buffer.dtype in _FLOATS:
-            sizes[_FLOATS[buffer.dtype]] += buffer.nbytes
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and tensor.itemsize > 1:  # not what is quantised
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     found = read_object(config)
     if sizes:
         found["dtype"] = sizes.most_common(1)[0][0]

@@ -1,6 +1,6 @@
 """Appends copies of versions to a chain from a thread of its own, with the priority that training leaves.
 
-Versions wait for it in the host's memory: two, or as many as fit into `WAITING_BYTES`. If encoding is slower than that
+One version waits for it, or as many as fit into `WAITING_BYTES` of the host's memory. If encoding is slower than that
 for long, a version is left out, and the next delta spans it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +20,23 @@ from torch import Tensor, nn
 
 from async_grpo.deltas.chain import MODEL, About
 from async_grpo.deltas.checkpoint import keep_surroundings, names_in_adapter
-from async_grpo.deltas.writer import ChainWriter, Written
-from async_grpo.errors import AsyncGRPOError, DeltaChainError, DiskFullError, WaitTimeoutError
+from async_grpo.deltas.delta import Weights, digest_of
+from async_grpo.deltas.tensors import copied, kinds_of
+from async_grpo.deltas.writer import ChainWriter
+from async_grpo.errors import AsyncGRPOError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted, size
 from async_grpo.log import logger
 from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.telemetry.waiting import wait_until
-from async_grpo_ipc.delta import Buffer
-from async_grpo_ipc.delta.buffers import digest_of
-from async_grpo_ipc.delta.tensors import copied, require_known
-from async_grpo_ipc.errors import DeltaError, IPCError
+from async_grpo_ipc.errors import IPCError
 
-MIN_WAITING = 2
-WAITING_BYTES = 256 * 2**20  # that further versions may take
+WAITING_BYTES = 256 * 2**20  # that versions may take besides the first one that waits
 SAY_EVERY_S = 60.0
 ENDING_S = 600.0  # for the versions that still wait when training has ended
-NICENESS = 10  # encoding takes the processor that training leaves
+NICENESS = 10  # copying and encoding take the processor that training leaves
 
-Buffers = dict[str, Buffer]
+Take = Callable[[], Weights]
+"""Gives the changing tensors of a version, as memory that nobody else writes to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +47,6 @@ class Keeping:
     run_id: str
     every: int = 1
     keep: int | None = None
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was written so far."""
-
-    versions: int = 0
-    nbytes: int = 0
-    spanning: int = 0  # deltas over more versions than asked for
-    changed: int = 0
-    size: int = 0
-    last: int | None = None
-
-    def add(self, written: Written, *, late: bool) -> None:
-        self.versions += 1
-        self.nbytes += written.nbytes
-        self.spanning += late
-        self.last = written.version
-        if not written.is_snapshot:
-            self.changed += written.changed
-            self.size += written.size
-
-    def __str__(self) -> str:
-        same = f", {1 - self.changed / self.size:.2%} of the elements unchanged" if self.size else ""
-        late = f", {self.spanning} of them over several versions" if self.spanning else ""
-        return f"{counted(self.versions, 'version')}{late} in {size(self.nbytes)}{same}"
 
 
 class Encoder:
@@ -95,45 +69,41 @@ class Encoder:
         changing: dict[str, Tensor],
         frozen: dict[str, Tensor],
     ) -> None:
-        self.tally = Tally()
-        self._folder, self._every = keeping.folder, keeping.every
-        self._bytes = sum(tensor.nbytes for tensor in changing.values())
-        self._writer, self._static = _open(keeping, model, tokenizer, changing, frozen)
-        self._copies: SimpleQueue[tuple[int, Buffers] | None] = SimpleQueue()
-        self._mutex = threading.Lock()
-        self._waiting = 0
+        self.taken: int | None = None  # version that was `put` last
+        self.last: int | None = None  # version that is on the disk
         self.has_failed = False
+        self._folder, self._every = keeping.folder, keeping.every
+        self._room = max(1, WAITING_BYTES // max(1, sum(tensor.nbytes for tensor in changing.values())))
+        self._written = self._nbytes = 0
         self._said_at = -SAY_EVERY_S
+        self._writer, self._static = _open(keeping, model, tokenizer, changing, frozen)
+        self._waiting: SimpleQueue[tuple[int, Take] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="delta-writer", daemon=True)
         self.thread.start()
 
+    def wants(self, version: int) -> bool:
+        """Whether a version is to be kept, and there is room for it."""
+        is_due = self.taken is None or version // self._every != self.taken // self._every
+        return is_due and self.has_room()
+
     def has_room(self) -> bool:
-        return self._waiting < max(MIN_WAITING, WAITING_BYTES // max(1, self._bytes))
+        return not self.has_failed and self._waiting.qsize() < self._room
 
     def awaits_room(self) -> bool:
         """Wait for room for one more version. False: there was none in time, or nothing is written any more."""
         with suppress(WaitTimeoutError):
-            wait_until(self._may_take, what="room for the last delta", timeout_s=ENDING_S)
-        return self.thread.is_alive() and self.has_room()
+            may_take: Callable[[], bool | None] = lambda: self.has_failed or self.has_room() or None  # noqa: E731
+            wait_until(may_take, what="room for the last delta", timeout_s=ENDING_S)
+        return self.has_room()
 
-    def _may_take(self) -> bool | None:
-        return self.has_room() or not self.thread.is_alive() or None
-
-    def reserve(self) -> None:
-        """Count a version that will be `put` by another thread."""
-        with self._mutex:
-            self._waiting += 1
-
-    def put(self, version: int, buffers: Buffers) -> None:
-        """Append a version for which room is reserved: its changing tensors."""
-        self._copies.put((version, {**self._static, **buffers}))
-
-    def end(self) -> None:
-        """Write what waits, and end."""
-        self._copies.put(None)
+    def put(self, version: int, take: Take) -> None:
+        """Append a version. The thread calls `take` in any case, also where it writes nothing any more."""
+        self.taken = version
+        self._waiting.put((version, take))
 
     def close(self, last: int | None) -> None:
-        """Wait until all is on the disk, after `end`."""
+        """Write what waits, and wait until all is on the disk."""
+        self._waiting.put(None)
         with suppress(WaitTimeoutError):
             wait_until(self._has_ended, what="the last delta to be written", timeout_s=ENDING_S)
         if self._has_ended():
@@ -145,12 +115,7 @@ class Encoder:
                 self._folder,
                 ENDING_S,
             )
-        logger.info("deltas: {} in {}", self.tally, self._folder)
-
-    def failed(self, error: BaseException) -> None:
-        """Write nothing more; the training continues."""
-        self.has_failed = True
-        logger.error("no more deltas are written, and training continues: {}", error)
+        logger.info("deltas: {} in {} in {}", counted(self._written, "version"), size(self._nbytes), self._folder)
 
     def _has_ended(self) -> bool | None:
         return not self.thread.is_alive() or None
@@ -160,34 +125,31 @@ class Encoder:
     def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        try:
-            self._write_all()
-        except (AsyncGRPOError, IPCError, OSError, MemoryError) as error:
-            self.failed(error)
-
-    def _write_all(self) -> None:
-        while (copy := self._copies.get()) is not None:
-            version, buffers = copy
-            with self._mutex:
-                self._waiting -= 1
+        while (waiting := self._waiting.get()) is not None:
+            version, take = waiting
             try:
-                self._write(version, buffers)
+                weights = take()
+                if not self.has_failed:
+                    self._write(version, {**self._static, **weights})
             except DiskFullError as error:
                 self._say(f"version {version} is not kept, and the next one becomes a snapshot: {error}")
+            except (AsyncGRPOError, IPCError, OSError, MemoryError) as error:
+                self.has_failed = True
+                logger.error("no more deltas are written, and training continues: {}", error)
 
-    def _write(self, version: int, buffers: Buffers) -> None:
-        is_first = self.tally.last is None
-        written = self._writer.begin(version, buffers) if is_first else self._writer.append(version, buffers)
+    def _write(self, version: int, weights: Weights) -> None:
+        is_first = self.last is None
+        written = self._writer.begin(version, weights) if is_first else self._writer.append(version, weights)
+        self.last = version
         if written is None:
-            self.tally.last = version
             logger.info("deltas continue after version {} in {}", version, self._folder)
             return
-        late = not is_first and written.span > self._every
-        self.tally.add(written, late=late)
-        if late:
+        self._written += 1
+        self._nbytes += written.nbytes
+        if not is_first and written.header.span > self._every:
             self._say(
-                f"the delta of version {version} spans {written.span} versions: encoding is slower than training. A "
-                "larger --delta-every asks for fewer"
+                f"the delta of version {version} spans {written.header.span} versions: encoding is slower than "
+                "training. A larger --delta-every asks for fewer"
             )
 
     def _say(self, sentence: str) -> None:
@@ -196,26 +158,18 @@ class Encoder:
             logger.warning("deltas: {}", sentence)
 
 
-def is_due(version: int, before: int | None, every: int) -> bool:
-    """Whether a version is to be kept when `before` was the last one."""
-    return before is None or version // every != before // every
-
-
 def _open(
     keeping: Keeping, model: nn.Module, tokenizer: object, changing: dict[str, Tensor], frozen: dict[str, Tensor]
-) -> tuple[ChainWriter, Buffers]:
+) -> tuple[ChainWriter, Weights]:
     """The writer, and the frozen tensors that are part of every version."""
     of_adapter = is_adapter(model)
-    try:
-        require_known({**changing, **frozen}.items())
-    except DeltaError as error:
-        raise DeltaChainError(f"{error} Leave --delta-every out.") from error
     about = About(
         chain=uuid4().hex,
         run_id=keeping.run_id,
         kind="adapter" if of_adapter else "model",
         frozen=digest_of(copied((name, frozen[name]) for name in sorted(frozen))) if of_adapter else None,
         names=names_in_adapter(model) if of_adapter else {},
+        tensors=kinds_of(changing if of_adapter else {**frozen, **changing}),
     )
     writer = ChainWriter(keeping.folder, about, keep=keeping.keep)
     try:

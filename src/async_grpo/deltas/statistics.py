@@ -6,29 +6,26 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.deltas.chain import Chain, ChainFault, Step
-from async_grpo_ipc.delta import Buffers
+from async_grpo.deltas.chain import Chain, ChainFault, Entry
+from async_grpo.deltas.delta import Weights
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 EMBEDDINGS, REST = "embeddings", "rest"
 DEFAULT_SPANS = (2, 8, 32)
 
+Mask = NDArray[np.bool_]  # of a tensor: the elements that changed
 
-@dataclass(slots=True)
-class Share:
+
+class Share(NamedTuple):
     """So many elements of so many changed."""
 
-    changed: int = 0
-    size: int = 0
-
-    def add(self, changed: int, size: int) -> None:
-        self.changed += changed
-        self.size += size
+    changed: int
+    size: int
 
     @property
     def value(self) -> float:
@@ -67,52 +64,41 @@ class Statistics:
         return _rows(step.by_kind for step in self.steps)
 
 
-@dataclass(slots=True)
-class _Anchor:
-    """The weights from which the next `span` versions are counted."""
-
-    span: int
-    version: int = -1
-    buffers: Buffers | None = None
-    found: list[float] = field(default_factory=list)
-
-    def look(self, version: int, buffers: Buffers) -> None:
-        if self.buffers is not None and version == self.version + self.span:
-            total = Share()
-            for name, buffer in buffers.items():
-                total.add(int(np.count_nonzero(_changed(self.buffers, buffers, name))), len(buffer.words))
-            self.found.append(1 - total.value)
-        if self.buffers is None or version >= self.version + self.span:
-            self.version, self.buffers = version, buffers
-
-
 def statistics(chain: Chain, spans: Iterable[int] = DEFAULT_SPANS) -> Statistics:
     """Walk over the chain. Needs memory for the weights twice, and once more for each of `spans`."""
     problems: list[ChainFault] = []
-    anchors = [_Anchor(span) for span in spans]
     steps: list[StepFigures] = []
-    before: Step | None = None
-    masks: dict[str, NDArray[np.bool_]] = {}
-    for step in chain.walk(problems=problems, in_place=False):
-        for anchor in anchors:
-            anchor.look(step.entry.version, step.buffers)
-        if before is not None and before.entry.version == step.entry.place.before:
-            found = {name: _changed(before.buffers, step.buffers, name) for name in step.buffers}
-            steps.append(_figures(step, found, masks))
-            masks = found
-        else:
-            masks = {}
-        before = step
-    over = {anchor.span: float(np.mean(anchor.found)) for anchor in anchors if anchor.found}
-    return Statistics(steps=steps, unchanged_over=over, problems=list(map(str, problems)))
+    anchors: dict[int, tuple[int, Weights]] = {}  # span -> the version from which the next `span` are counted
+    over: dict[int, list[float]] = {span: [] for span in spans}
+    before: int | None = None
+    was: Weights = {}
+    masks: dict[str, Mask] = {}
+    for entry, current in chain.walk(problems):
+        version, weights = entry.header.version, {name: words.copy() for name, words in current.items()}
+        for span, found in over.items():
+            start, old = anchors.get(span, (version, weights))
+            if version == start + span:
+                found.append(1 - total(differences(old, weights).values()).value)
+            if version >= start + span or span not in anchors:
+                anchors[span] = version, weights
+        changed: dict[str, Mask] = {}
+        if before is not None and before == entry.header.before:
+            changed = {name: was[name] != weights[name] for name in weights}
+            steps.append(_figures(entry, weights, changed, masks))
+        before, was, masks = version, weights, changed
+    means = {span: float(np.mean(found)) for span, found in over.items() if found}
+    return Statistics(steps=steps, unchanged_over=means, problems=list(map(str, problems)))
 
 
-def differences(old: Buffers, new: Buffers) -> dict[str, Share]:
+def differences(old: Weights, new: Weights) -> dict[str, Share]:
     """By tensor: the elements that differ."""
-    found = {}
-    for name, buffer in new.items():
-        found[name] = Share(int(np.count_nonzero(_changed(old, new, name))), len(buffer.words))
-    return found
+    return {name: Share(int(np.count_nonzero(old[name] != words)), words.size) for name, words in new.items()}
+
+
+def total(shares: Iterable[Share]) -> Share:
+    """The elements of several tensors."""
+    found = list(shares)
+    return Share(sum(share.changed for share in found), sum(share.size for share in found))
 
 
 def layer_of(name: str) -> str:
@@ -129,35 +115,28 @@ def kind_of(name: str) -> str:
     return ".".join(parts[-2:]) if len(parts) > 1 and (parts[-1] == "bias" or "lora" in parts[-1]) else parts[-1]
 
 
-def _figures(
-    step: Step, masks: Mapping[str, NDArray[np.bool_]], before: Mapping[str, NDArray[np.bool_]]
-) -> StepFigures:
-    total, common, either = Share(), 0, 0
-    layers: defaultdict[str, Share] = defaultdict(Share)
-    kinds: defaultdict[str, Share] = defaultdict(Share)
-    for name, mask in masks.items():
-        changed = int(np.count_nonzero(mask))
-        for share in (total, layers[layer_of(name)], kinds[kind_of(name)]):
-            share.add(changed, mask.size)
-        if before:
-            common += int(np.count_nonzero(mask & before[name]))
-            either += int(np.count_nonzero(mask | before[name]))
+def _figures(entry: Entry, weights: Weights, masks: Mapping[str, Mask], before: Mapping[str, Mask]) -> StepFigures:
+    shares = {name: Share(int(np.count_nonzero(mask)), mask.size) for name, mask in masks.items()}
+    common = sum(int(np.count_nonzero(masks[name] & mask)) for name, mask in before.items())
+    either = sum(int(np.count_nonzero(masks[name] | mask)) for name, mask in before.items())
     return StepFigures(
-        version=step.entry.version,
-        span=step.entry.place.span,
-        is_snapshot=step.entry.is_snapshot,
-        file_bytes=step.entry.header.file_bytes,
-        weights_bytes=sum(buffer.nbytes for buffer in step.buffers.values()),
-        unchanged=1 - total.value,
-        by_layer={name: share.value for name, share in layers.items()},
-        by_kind={name: share.value for name, share in kinds.items()},
+        version=entry.header.version,
+        span=entry.header.span,
+        is_snapshot=entry.header.is_snapshot,
+        file_bytes=entry.nbytes,
+        weights_bytes=sum(words.nbytes for words in weights.values()),
+        unchanged=1 - total(shares.values()).value,
+        by_layer=_grouped(shares, layer_of),
+        by_kind=_grouped(shares, kind_of),
         jaccard=common / either if either else None,
     )
 
 
-def _changed(old: Buffers, new: Buffers, name: str) -> NDArray[np.bool_]:
-    found: NDArray[Any] = old[name].words != new[name].words
-    return found
+def _grouped(shares: Mapping[str, Share], group_of: Callable[[str], str]) -> dict[str, float]:
+    groups: defaultdict[str, list[Share]] = defaultdict(list)
+    for name, share in shares.items():
+        groups[group_of(name)].append(share)
+    return {group: total(found).value for group, found in groups.items()}
 
 
 def _rows(groups: Iterable[Mapping[str, float]]) -> list[str]:

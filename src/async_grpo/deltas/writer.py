@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 from uuid import uuid4
 
-from async_grpo.deltas.chain import CHAIN_FILE, LATEST, About, Chain, Entry, VersionPlace, read_about, read_oldest
+from async_grpo.deltas.chain import (
+    CHAIN_FILE,
+    FULL_EVERY,
+    LATEST,
+    About,
+    Chain,
+    Entry,
+    Latest,
+    file_name,
+    read_about,
+    read_latest,
+)
+from async_grpo.deltas.coding import DeltaError, Frame
+from async_grpo.deltas.delta import DeltaHeader, Weights, digest, encode, pack
 from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.rundir.files import room_for, sync, write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
-from async_grpo_ipc.delta import Buffer, DeltaError, digest, encode, file
 
 LOCK = "writer.lock"
-FULL_EVERY = 100  # of the kept versions, one in so many is a snapshot
 _TEMPORARY = ".writing-"
-
-
-class Written(NamedTuple):
-    """One file that was appended."""
-
-    version: int
-    is_snapshot: bool
-    span: int  # versions since the one before it in the chain
-    nbytes: int
-    changed: int  # elements
-    size: int  # elements
 
 
 class ChainWriter:
@@ -49,11 +48,10 @@ class ChainWriter:
     def __init__(self, folder: Path, about: About, *, keep: int | None = None) -> None:
         self.folder = make_folder(folder)
         self._keep = keep
-        self._last: dict[str, Buffer] | None = None  # what the next delta starts from
-        self._last_version: int | None = None
-        self._last_hash = ""
+        self._weights: Weights | None = None  # what the next delta starts from; None: it becomes a snapshot
+        self._last: DeltaHeader | None = None
         self._since_full = 0
-        self._oldest = read_oldest(folder)  # what is older is being deleted
+        self._oldest = read_latest(folder).oldest  # what is older is being deleted
         self._lock = KernelLock(folder / LOCK)
         if not self._lock.try_acquire({"role": "delta writer"}):
             holder = describe_holder(self._lock.holder())
@@ -64,32 +62,47 @@ class ChainWriter:
             self._lock.release()
             raise
 
-    def begin(self, version: int, buffers: dict[str, Buffer]) -> Written | None:
+    def begin(self, version: int, weights: Weights) -> Entry | None:
         """Take `version` as what the chain goes on from; returns None where the chain has it already.
 
         Later versions, which the run will train again, are set aside. So is what differs.
         """
         chain = Chain(self.folder)
-        found = digest(buffers)
-        known = _reachable(chain, version)
-        goes_on = known is not None and known.hash == found
+        path = _path_to(chain, version)
+        goes_on = bool(path) and path[-1].header.result == digest(weights)
         self._set_aside(chain, [v for v in chain.versions if v > version or (v == version and not goes_on)])
-        if known is None or not goes_on:
-            return self._append(version, buffers, snapshot=True)
-        self._last, self._last_version, self._last_hash = buffers, version, found
-        self._since_full = len(chain.path_to(version)) - 1
-        self._point(version, known.path.name, found)
+        if not goes_on:
+            return self.append(version, weights)
+        self._weights, self._last, self._since_full = weights, path[-1].header, len(path) - 1
+        self._point()
         return None
 
-    def append(self, version: int, buffers: dict[str, Buffer]) -> Written:
-        """Write `version` after the last one. The writer keeps `buffers`; the caller must not change them any more.
+    def append(self, version: int, weights: Weights) -> Entry:
+        """Write `version` after the last one. The writer keeps `weights`; the caller must not change them any more.
 
         Raises:
             DiskFullError: nothing was written, and the next version becomes a snapshot.
             DeltaError: a tensor has appeared, vanished or changed its form.
         """
-        due = self._last is None or self._since_full + 1 >= FULL_EVERY
-        return self._append(version, buffers, snapshot=due)
+        before = None if self._last is None else self._last.version
+        if before is not None and version <= before:
+            raise DeltaChainError(f"Version {version} cannot follow version {before} in {self.folder}.")
+        old = self._weights if self._since_full + 1 < FULL_EVERY else None
+        base = None if self._last is None else self._last.result
+        delta = encode(old, weights, base=base, chain=self.about.chain, version=version, before=before)
+        path = self.folder / file_name(delta.header)
+        try:
+            nbytes = self._write(path.name, pack(delta))
+        except DiskFullError:
+            self._weights = None
+            raise
+        self._weights, self._last = weights, delta.header
+        self._since_full = 0 if old is None else self._since_full + 1
+        too_old = self._too_old(self._keep) if old is None and self._keep is not None else []
+        self._point()  # says from where on versions are kept, before any is deleted
+        for one in too_old:
+            one.unlink(missing_ok=True)
+        return Entry(path, delta.header, nbytes)
 
     def close(self) -> None:
         self._lock.release()
@@ -101,48 +114,27 @@ class ChainWriter:
             write_json(self.folder / CHAIN_FILE, asdict(about))
             return about
         known = read_about(self.folder)
-        if (known.run_id, known.kind, known.frozen) != (about.run_id, about.kind, about.frozen):
-            what = "of another base" if known.run_id == about.run_id else f"of run {known.run_id}"
+        if known != replace(about, chain=known.chain):
+            what = "of another base or model" if known.run_id == about.run_id else f"of run {known.run_id}"
             raise DeltaChainError(
                 f"{self.folder} holds the chain {what}; this run is {about.run_id}. Choose another --delta-dir."
             )
         return known
 
-    def _append(self, version: int, buffers: dict[str, Buffer], *, snapshot: bool) -> Written:
-        if self._last_version is not None and version <= self._last_version:
-            raise DeltaChainError(f"Version {version} cannot follow version {self._last_version} in {self.folder}.")
-        delta = encode(None if snapshot else self._last, buffers, base=self._last_hash)
-        before = self._last_version
-        span = version - before if before is not None else 1
-        place = VersionPlace(chain=self.about.chain, version=version, before=before, span=span)
-        name = f"{version:06d}.{'full' if snapshot else 'delta'}"
-        try:
-            nbytes = self._write(name, file.pack(delta, asdict(place)))
-        except DiskFullError:
-            self._last = None
-            raise
-        self._last, self._last_version, self._last_hash = buffers, version, delta.result
-        self._since_full = 0 if snapshot else self._since_full + 1
-        old = self._old(self._keep) if snapshot and self._keep is not None else []
-        self._point(version, name, delta.result)  # says from where on versions are kept, before any is deleted
-        for path in old:
-            path.unlink(missing_ok=True)
-        return Written(version, snapshot, span, nbytes, delta.changed, delta.size)
-
-    def _point(self, version: int, name: str, found: str) -> None:
-        text = json.dumps({"version": version, "file": name, "hash": found, "oldest": self._oldest}) + "\n"
+    def _point(self) -> None:
+        assert self._last is not None
+        text = json.dumps(asdict(Latest(self._last.version, self._oldest)))
         with suppress(DiskFullError):  # the version itself is on the disk, and nothing is rebuilt by this file
             self._write(LATEST, [text.encode()])
 
-    def _write(self, name: str, pieces: Iterable[bytes]) -> int:
+    def _write(self, name: str, pieces: Iterable[Frame]) -> int:
         """Write a file that is whole on the disk before it has its name; returns its bytes."""
         temporary = self.folder / f"{_TEMPORARY}{uuid4().hex}"
         try:
             with room_for(self.folder / name):
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 with os.fdopen(fd, "wb") as stream:
-                    for piece in pieces:
-                        stream.write(piece)
+                    stream.writelines(pieces)
                     stream.flush()
                     os.fsync(stream.fileno())
                     nbytes = stream.tell()
@@ -163,28 +155,24 @@ class ChainWriter:
         aside = next(path for n in count(1) if not (path := self.folder / f"superseded-{n}").exists())
         aside.mkdir(mode=0o700)
         for version in reversed(versions):
-            self._path_of(chain, version).rename(aside / self._path_of(chain, version).name)
+            chain.files[version].rename(aside / chain.files[version].name)
         sync(self.folder)
 
-    def _old(self, keep: int) -> list[Path]:
+    def _too_old(self, keep: int) -> list[Path]:
         """The files before a snapshot from which at least `keep` versions can be rebuilt, the newest first."""
         chain = Chain(self.folder)
-        snapshots = [version for version, entry in chain.entries.items() if entry.is_snapshot]
-        enough: Callable[[int], bool] = lambda start: sum(v >= start for v in chain.versions) >= keep  # noqa: E731
-        self._oldest = max((version for version in snapshots if enough(version)), default=self._oldest)
-        return [self._path_of(chain, version) for version in reversed(chain.versions) if version < self._oldest]
-
-    def _path_of(self, chain: Chain, version: int) -> Path:
-        entry = chain.entries.get(version)
-        return entry.path if entry is not None else self.folder / chain.problems[version].file
+        newest = chain.versions[-keep:]
+        enough = [v for v, entry in chain.entries.items() if entry.header.is_snapshot and v <= newest[0]]
+        self._oldest = max(enough, default=self._oldest) if len(newest) == keep else self._oldest
+        return [chain.files[version] for version in reversed(chain.versions) if version < self._oldest]
 
 
-def _reachable(chain: Chain, version: int) -> Entry | None:
-    """The entry of `version`, where all files that lead to it are there and whole."""
+def _path_to(chain: Chain, version: int) -> list[Entry]:
+    """The files that lead to `version`; none where one is missing or damaged."""
     try:
         path = chain.path_to(version)
         for entry in path:
             entry.load()
     except (DeltaChainError, DeltaError):
-        return None
-    return path[-1]
+        return []
+    return path

@@ -22,7 +22,7 @@ from async_grpo.nodes.node import FarNode
 from async_grpo.rundir.folders import is_ours
 
 if TYPE_CHECKING:
-    from async_grpo_ipc.delta.buffers import Bytes
+    from async_grpo.deltas.coding import Bytes
 
 LOCAL = "local"
 SHORT = "/tmp"  # the name of a Unix socket has at most 107 characters, of which Ray takes 75

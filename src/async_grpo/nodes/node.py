@@ -50,8 +50,8 @@ from async_grpo.telemetry.activity import LOADING, SCORING, STARTING, read_activ
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:
+    from async_grpo.deltas.coding import Bytes
     from async_grpo.nodes.receiving import ReceivedWeights
-    from async_grpo_ipc.delta.buffers import Bytes
 
 POLL_S = 1.0  # how long an exchange waits for something to say
 LOOK_S = 0.5

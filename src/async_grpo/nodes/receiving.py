@@ -6,8 +6,8 @@ a transfer that ends in the middle publishes nothing.
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from async_grpo.deltas.coding import Bytes, DeltaError
+from async_grpo.deltas.delta import apply, digest, read
+from async_grpo.deltas.tensors import as_stored
 from async_grpo_ipc import WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
-from async_grpo_ipc.delta import DeltaError, apply, digest
-from async_grpo_ipc.delta.buffers import Bytes
-from async_grpo_ipc.delta.file import read
-from async_grpo_ipc.delta.tensors import as_stored
 from async_grpo_ipc.fields import CANARY_BYTES
 from async_grpo_ipc.layout import Layout, TensorSpec, read_layout, views
 from async_grpo_ipc.sources import Sources
@@ -123,12 +122,14 @@ class ReceivedWeights:
     def _apply(self, version: int, data: Bytes) -> None:
         if self._exporter is None or not self._digest:
             raise DeltaError("There is no version here to start from.")
-        delta, _ = read(io.BytesIO(data.data))
+        with os.fdopen(os.memfd_create("delta"), "wb", buffering=0) as file:
+            file.write(data.data)
+            delta = read(file.fileno())
         before = self._exporter.payload().numpy()
         with self._free_slot(version) as payload:
             payload[:] = before
-            apply(delta, as_stored(payload, self._slot), in_place=True, known=self._digest)
-        self._digest = delta.result
+            apply(delta, as_stored(payload, self._slot), known=self._digest)
+        self._digest = delta.header.result
 
     @contextmanager
     def _free_slot(self, version: int) -> Iterator[Bytes]:

@@ -1,7 +1,7 @@
 """The server's weights, as pieces that travel to nodes: whole, or as the difference from what a node has.
 
 A version is copied from the slot that the server has published to the host once, for all nodes. The difference is that
-of `async_grpo_ipc.delta`, exact to the bit; the whole is the bytes of the slot as they lie there, in buckets.
+of `deltas.delta`, exact to the bit; the whole is the bytes of the slot as they lie there, in buckets.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from async_grpo.deltas.coding import Bytes
+from async_grpo.deltas.delta import Weights, digest, encode, pack
+from async_grpo.deltas.tensors import as_stored
 from async_grpo.nodes.cluster import StoreFullError
 from async_grpo_ipc.attachment import Generations
-from async_grpo_ipc.delta import Buffer, digest, encode
-from async_grpo_ipc.delta.buffers import Bytes
-from async_grpo_ipc.delta.file import pack
-from async_grpo_ipc.delta.tensors import as_stored
 from async_grpo_ipc.errors import IPCError
 from async_grpo_ipc.fields import CANARY_BYTES
 from async_grpo_ipc.layout import described
@@ -51,7 +50,7 @@ class _Whole(NamedTuple):
     version: int
     digest: str
     payload: Bytes  # of its slot
-    buffers: dict[str, Buffer]  # which lie in `payload`
+    weights: Weights  # which lie in `payload`
 
 
 class PublishedVersions:
@@ -118,15 +117,15 @@ class PublishedVersions:
         try:
             if self._now is not None and lease.version == self._now.version:
                 return self._now
-            payload, buffers = self._copy(lease)
+            payload, weights = self._copy(lease)
         finally:
             with self._mutex:
                 lease.attachment.end_lease(lease)
-        self._now = self._with_difference(lease.version, payload, buffers)
+        self._now = self._with_difference(lease.version, payload, weights)
         self._buckets = {key: data for key, data in self._buckets.items() if key[0] == lease.version}
         return self._now
 
-    def _copy(self, lease: Lease) -> tuple[Bytes, dict[str, Buffer]]:
+    def _copy(self, lease: Lease) -> tuple[Bytes, Weights]:
         handle, blocks = lease.attachment.handle, lease.attachment.memory.blocks
         if not self._frame:
             self._static = _on_the_host(blocks[0])
@@ -138,22 +137,22 @@ class PublishedVersions:
         lease.attachment.require_readable()
         return payload, as_stored(payload, handle.slot)
 
-    def _with_difference(self, version: int, payload: Bytes, buffers: dict[str, Buffer]) -> _Whole:
+    def _with_difference(self, version: int, payload: Bytes, weights: Weights) -> _Whole:
         """Encode what has changed since the version before, where that has been faster than sending all."""
         before = self._now
         self._taken += 1
         send_s = payload.nbytes / self._bytes_per_s if self._bytes_per_s else float("inf")
         if before is None or (self._encode_s > send_s and self._taken % TRY_DELTA_EVERY):
-            return _Whole(version, digest(buffers), payload, buffers)
+            return _Whole(version, digest(weights), payload, weights)
         began = time.monotonic()
-        delta = encode(before.buffers, buffers, base=before.digest)
-        data = np.frombuffer(b"".join(pack(delta, {})), np.uint8)
+        delta = encode(before.weights, weights, base=before.digest)
+        data = np.frombuffer(b"".join(pack(delta)), np.uint8)
         self._encode_s = time.monotonic() - began
         if len(data) < min(payload.nbytes, BUCKET_BYTES):
             about = {"kind": "delta", "version": version}
             self._differences[before.version] = WeightsPiece(about, self._put(data), len(data))
             self._forget_old(payload.nbytes)
-        return _Whole(version, delta.result, payload, buffers)
+        return _Whole(version, delta.header.result, payload, weights)
 
     def _forget_old(self, most_bytes: int) -> None:
         """Drop the oldest differences that are together larger than the whole."""

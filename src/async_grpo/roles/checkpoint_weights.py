@@ -45,13 +45,13 @@ def load_weights(trainer: GRPOTrainer, source: str) -> None:
 
 
 def _load_version(model: Any, chain: Chain, version: int, source: str) -> None:
-    from async_grpo_ipc.delta.tensors import as_tensors
+    from async_grpo.deltas.tensors import as_tensors
 
     is_adapter = chain.about.kind == "adapter"
     _compare_adapters(model, chain.folder / MODEL / "adapter_config.json" if is_adapter else None, source)
     if is_adapter:
         _compare_base(model, chain, source)
-    weights = as_tensors(chain.rebuild(version))
+    weights = as_tensors(chain.rebuild(version), chain.about.tensors)
     ours = dict(model.named_parameters())
     _compare({name: ours[name] for name in ours if name in weights or not is_adapter}, weights, source)
     for name, tensor in weights.items():
@@ -62,8 +62,8 @@ def _compare_base(model: Any, chain: Chain, source: str) -> None:
     """The frozen weights that an adapter belongs to."""
     import torch
 
-    from async_grpo_ipc.delta.buffers import digest_of
-    from async_grpo_ipc.delta.tensors import copied
+    from async_grpo.deltas.delta import digest_of
+    from async_grpo.deltas.tensors import copied
 
     parameters = dict(model.named_parameters())
     frozen = [(name, parameters[name].data) for name in sorted(parameters) if not parameters[name].requires_grad]

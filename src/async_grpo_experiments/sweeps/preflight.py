@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
-from async_grpo.deltas.writer import FULL_EVERY
+from async_grpo.deltas.chain import FULL_EVERY
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.rundir.plan import RunPlan

@@ -8,11 +8,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.deltas.chain import About
+from async_grpo.deltas.chain import About, TensorKind
+from async_grpo.deltas.delta import Weights
 from async_grpo.deltas.writer import ChainWriter
-from async_grpo_ipc.delta import Buffer, Buffers
 
-ABOUT = About(chain="c" * 32, run_id="run-1")
+SHAPES = {
+    "model.layers.0.self_attn.q_proj.weight": [20, 20],
+    "model.layers.1.mlp.up_proj.weight": [180],
+    "model.norm.weight": [20],
+}
+KINDS = {name: TensorKind("float32", 4, shape) for name, shape in SHAPES.items()}
+ABOUT = About(chain="c" * 32, run_id="run-1", tensors=KINDS)
 
 
 @lru_cache(maxsize=200)
@@ -25,14 +31,10 @@ def values(version: int, seed: int) -> NDArray[np.float32]:
     return found
 
 
-def weights(version: int, *, seed: int = 0) -> dict[str, Buffer]:
+def weights(version: int, *, seed: int = 0) -> Weights:
     """The weights of `version`: some elements differ from those of the version before."""
-    all_of_it = values(version, seed)
-    return {
-        "model.layers.0.self_attn.q_proj.weight": Buffer("F32", (20, 20), all_of_it[:400].copy().view(np.uint8)),
-        "model.layers.1.mlp.up_proj.weight": Buffer("F32", (180,), all_of_it[400:580].copy().view(np.uint8)),
-        "model.norm.weight": Buffer("F32", (20,), all_of_it[580:].copy().view(np.uint8)),
-    }
+    parts = np.split(values(version, seed).view("<u4"), [400, 580])
+    return {name: part.copy().reshape(shape) for (name, shape), part in zip(SHAPES.items(), parts)}
 
 
 def write_chain(folder: Path, last: int, *, about: About = ABOUT, keep: int | None = None) -> Path:
@@ -45,7 +47,5 @@ def write_chain(folder: Path, last: int, *, about: About = ABOUT, keep: int | No
     return folder
 
 
-def equal(first: Buffers, second: Buffers) -> bool:
-    return first.keys() == second.keys() and all(
-        first[name].kind == second[name].kind and np.array_equal(first[name].data, second[name].data) for name in first
-    )
+def equal(first: Weights, second: Weights) -> bool:
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)

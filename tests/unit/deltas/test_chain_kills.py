@@ -59,7 +59,7 @@ def kill_often(folder: Path, times: int) -> None:
         assert not verdict.problems, verdict.problems
         assert chain.versions[-1] in (told, told + 1) or (told == begin and chain.versions[-1] > begin)
         assert equal(chain.rebuild(chain.versions[-1]), weights(chain.versions[-1] % 50))
-        newest = read_latest(folder)
+        newest = read_latest(folder).version
         assert newest is None or newest in (chain.versions[-1], chain.versions[-1] - 1)
         # Half of the time a resume goes back to an older version, as to a checkpoint.
         begin = rng.choice([chain.versions[-1], rng.choice(chain.versions)])

@@ -92,7 +92,7 @@ def _rebuild(args: argparse.Namespace) -> int:
     folder = args.output or Path(f"version-{version}")
     weights = write_checkpoint(chain, version, folder)
     print(printable(f"{folder}: version {version} of run {chain.about.run_id}, {size(weights.stat().st_size)}"))
-    print(f"hash {chain.entries[version].hash}, as it was written")
+    print(f"hash {chain.entries[version].header.result}, as it was written")
     if chain.about.frozen is not None:
         print(printable(f"an adapter, for the base whose frozen weights have the hash {chain.about.frozen}"))
     return 0
@@ -152,12 +152,12 @@ def _show(found: Statistics) -> None:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from async_grpo.deltas.statistics import Share, differences
+    from async_grpo.deltas.statistics import differences, total
 
     chain = _chain(args.place)
     found = differences(chain.rebuild(args.old), chain.rebuild(args.new))
-    total = Share(sum(share.changed for share in found.values()), sum(share.size for share in found.values()))
-    print(f"version {args.old} to {args.new}: {total.changed:,} of {total.size:,} elements differ ({total.value:.2%})")
+    share = total(found.values())
+    print(f"version {args.old} to {args.new}: {share.changed:,} of {share.size:,} elements differ ({share.value:.2%})")
     by_share = sorted(found.items(), key=lambda item: -item[1].value)
     rows = [[name, f"{share.value:.2%}", f"{share.changed:,} of {share.size:,}"] for name, share in by_share[:SHOWN]]
     more = f", the first {SHOWN} of {len(found)}" if len(found) > SHOWN else ""
@@ -165,7 +165,7 @@ def _diff(args: argparse.Namespace) -> int:
     if args.json is not None:
         _write_json(
             args.json,
-            {"old": args.old, "new": args.new, "tensors": {name: asdict(share) for name, share in found.items()}},
+            {"old": args.old, "new": args.new, "tensors": {name: share._asdict() for name, share in found.items()}},
         )
     return 0
 
