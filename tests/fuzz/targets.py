@@ -317,7 +317,7 @@ NOTE = {"pid": 1, "host": "gpu1", "since": "now", "role": "server", "run_id": RU
 
 OLD = {"w": np.arange(300, dtype=np.uint16)}
 NEW = {"w": np.where(np.arange(300) % 9, OLD["w"], 7).astype(np.uint16)}
-DELTA = encode(OLD, NEW, version=3)
+DELTA = encode(OLD, NEW)
 PACKED = b"".join(pack(DELTA))
 HEAD, BODY = (PACKED[8:][part] for n in [int.from_bytes(PACKED[:8], "little")] for part in (slice(n), slice(n, None)))
 

@@ -18,9 +18,9 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -77,8 +77,8 @@ class Entry:
 
     def load(self) -> Delta:
         """`DeltaError` gives the reason where the file is damaged."""
-        with _opened(self.path) as fd:
-            return read(fd)
+        with _opened(self.path) as file:
+            return read(file.fileno())
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Chain:
         weights: Weights = {}
         for entry in self.path_to(version):
             try:
-                weights = self._next(entry, weights)
+                weights = self._next(entry, weights, known=entry.header.base)
             except DeltaError as error:
                 raise self._cannot(version, entry.path.name, str(error)) from error
         return weights
@@ -154,7 +154,7 @@ class Chain:
                 fault = self.problems.get(wanted) or ChainFault(wanted, f"{wanted:06d}.delta", "it is missing")
                 raise self._cannot(version, fault.file, fault.reason)
             if path and path[-1].header.base != entry.header.result:
-                raise self._cannot(version, path[-1].path.name, _other_base(path[-1], entry))
+                raise self._cannot(version, path[-1].path.name, f"it starts from other weights than {entry.path.name}")
             path.append(entry)
             wanted = None if entry.header.is_snapshot else entry.header.before
         return path[::-1]
@@ -172,7 +172,8 @@ class Chain:
                 entry = self.entries[version]
                 try:
                     self._require_place(entry, last)
-                    weights, last = self._next(entry, weights), entry
+                    weights = self._next(entry, weights, known="" if last is None else last.header.result)
+                    last = entry
                 except DeltaError as error:
                     fault = ChainFault(version, entry.path.name, str(error))
             if fault is None:
@@ -188,11 +189,11 @@ class Chain:
         problems += self._missing()
         return Verdict(versions, sorted(problems, key=lambda problem: problem.version))
 
-    def _next(self, entry: Entry, weights: Weights) -> Weights:
-        """The weights of `entry`, made of those of the version before it, whose hash was compared with its base."""
+    def _next(self, entry: Entry, weights: Weights, known: str | None) -> Weights:
+        """The weights of `entry`, made of those of the version before it, whose digest is `known`."""
         delta = entry.load()
         weights = self._zeros() if entry.header.is_snapshot else weights
-        apply(delta, weights, known=entry.header.base)
+        apply(delta, weights, known=known)
         return weights
 
     def _zeros(self) -> Weights:
@@ -214,8 +215,6 @@ class Chain:
             raise DeltaError(f"it starts from version {before}, which cannot be rebuilt ({self.files[before].name})")
         if last.header.version != before:
             raise DeltaError(f"it starts from version {before}, as {last.path.name} does: a chain has no branches")
-        if entry.header.base != last.header.result:
-            raise DeltaError(_other_base(entry, last))
 
     def _missing(self) -> Iterator[ChainFault]:
         """Files that others name, where nothing else shows that they are gone."""
@@ -230,8 +229,8 @@ class Chain:
             yield ChainFault(newest, f"{newest:06d}.delta", f"it is missing: the file {LATEST} names it")
 
     def _entry(self, path: Path) -> Entry:
-        with _opened(path) as fd:
-            entry = Entry(path, read_header(fd), os.fstat(fd).st_size)
+        with _opened(path) as file:
+            entry = Entry(path, read_header(file.fileno()), os.fstat(file.fileno()).st_size)
         header = entry.header
         if header.chain != self.about.chain:
             raise DeltaError(f"it belongs to another chain ({header.chain}; this one is {self.about.chain})")
@@ -244,10 +243,8 @@ class Chain:
     def _nearby(self, version: int) -> str:
         if not self.files:
             return "the folder has no version yet"
-        lower = max((known for known in self.files if known < version), default=None)
-        higher = min((known for known in self.files if known > version), default=None)
-        known = " and ".join(str(known) for known in (lower, higher) if known is not None)
-        return f"it has {counted(len(self.files), 'version')}, of which {known} are the nearest"
+        nearest = min(self.files, key=lambda known: abs(known - version))
+        return f"it has {counted(len(self.files), 'version')}, of which {nearest} is the nearest"
 
     def _cannot(self, version: int, name: str, reason: str) -> DeltaChainError:
         return DeltaChainError(
@@ -288,22 +285,10 @@ def read_latest(folder: Path) -> Latest:
         return Latest()
 
 
-def _other_base(entry: Entry, before: Entry) -> str:
-    return (
-        f"it starts from other weights than version {before.header.version} has (hash {entry.header.base}, there "
-        f"{before.header.result})"
-    )
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opened(path: Path) -> BinaryIO:
     try:
-        fd = open_plain(path)
+        return os.fdopen(open_plain(path), "rb")
     except FileNotFoundError as error:
         raise DeltaError("it is missing") from error
     except BadFileError as error:
         raise DeltaError(str(error)) from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -69,34 +69,23 @@ def digest_of(weights: Iterable[tuple[str, Words]]) -> str:
     return found.hexdigest()
 
 
-def encode(
-    old: Weights | None,
-    new: Weights,
-    *,
-    base: str | None = None,
-    chain: str = "",
-    version: int = 0,
-    before: int | None = None,
-) -> Delta:
+def encode(old: Weights | None, new: Weights, *, base: str | None = None) -> Delta:
     """The difference from `old` to `new`; without `old`, a snapshot.
 
     Args:
         base: the digest of `old`, where the caller knows it.
-        chain, version, before: for its header.
 
     Raises:
         DeltaError: a tensor appears, vanishes, or has another dtype or shape; the message names it.
     """
-    if old is not None:
+    if old is None:
+        frames = {name: code(None, words) for name, words in new.items()}
+    else:
         _require_same_tensors(old, new)
-        base = base or digest(old)
-    frames = {}
-    for name, words in new.items():
-        was = None if old is None else old[name]
-        if was is not words and (frame := code(was, words)):  # what is frozen may be the same array
-            frames[name] = frame
-    found = None if old is None else base
-    return Delta(DeltaHeader(chain=chain, version=version, before=before, base=found, result=digest(new)), frames)
+        base = base or digest(old)  # what is frozen may be the same array
+        frames = {name: code(old[name], words) for name, words in new.items() if words is not old[name]}
+    header = DeltaHeader(base=None if old is None else base, result=digest(new))
+    return Delta(header, {name: frame for name, frame in frames.items() if frame})
 
 
 def apply(delta: Delta, weights: Weights, *, known: str | None = None) -> None:
@@ -179,8 +168,5 @@ def _checksum(text: str, frames: Mapping[str, Frame]) -> str:
 def _require_same_tensors(old: Weights, new: Weights) -> None:
     was, now = ({name: f"{w.dtype} {list(w.shape)}" for name, w in one.items()} for one in (old, new))
     for name in {**was, **now}:
-        if was.get(name) != now.get(name):
-            raise DeltaError(
-                f"Tensor {name} was {was.get(name, 'not there')} and is {now.get(name, 'not there')} in the new "
-                "version: all versions of a chain have the same tensors."
-            )
+        if (before := was.get(name, "not there")) != (after := now.get(name, "not there")):
+            raise DeltaError(f"Tensor {name} was {before} and is {after}: all versions have the same tensors.")

@@ -24,7 +24,7 @@ from async_grpo.deltas.chain import (
     read_latest,
 )
 from async_grpo.deltas.coding import DeltaError, Frame
-from async_grpo.deltas.delta import DeltaHeader, Weights, digest, encode, pack
+from async_grpo.deltas.delta import Delta, DeltaHeader, Weights, digest, encode, pack
 from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.rundir.files import room_for, sync, write_json
 from async_grpo.rundir.folders import make_folder
@@ -89,20 +89,21 @@ class ChainWriter:
             raise DeltaChainError(f"Version {version} cannot follow version {before} in {self.folder}.")
         old = self._weights if self._since_full + 1 < FULL_EVERY else None
         base = None if self._last is None else self._last.result
-        delta = encode(old, weights, base=base, chain=self.about.chain, version=version, before=before)
-        path = self.folder / file_name(delta.header)
+        delta = encode(old, weights, base=base)
+        header = replace(delta.header, chain=self.about.chain, version=version, before=before)
+        path = self.folder / file_name(header)
         try:
-            nbytes = self._write(path.name, pack(delta))
+            nbytes = self._write(path.name, pack(Delta(header, delta.frames)))
         except DiskFullError:
             self._weights = None
             raise
-        self._weights, self._last = weights, delta.header
+        self._weights, self._last = weights, header
         self._since_full = 0 if old is None else self._since_full + 1
         too_old = self._too_old(self._keep) if old is None and self._keep is not None else []
         self._point()  # says from where on versions are kept, before any is deleted
         for one in too_old:
             one.unlink(missing_ok=True)
-        return Entry(path, delta.header, nbytes)
+        return Entry(path, header, nbytes)
 
     def close(self) -> None:
         self._lock.release()

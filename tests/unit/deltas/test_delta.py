@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def test_any_of_many_versions_come_back_bit_for_bit(pair: tuple[dict[str, Words]
 
 
 def come_back(old: dict[str, Words], new: dict[str, Words]) -> None:
-    delta = reading(packed(encode(old, new, chain="c", version=7, before=6)))
-    assert (delta.header.version, delta.header.before, delta.header.span) == (7, 6, 1)
+    header = replace(encode(old, new).header, chain="c", version=7, before=5)
+    delta = reading(packed(Delta(header, encode(old, new).frames)))
+    assert delta.header == header and header.span == 2
     changed = {name: words.copy() for name, words in old.items()}
     apply(delta, changed)
     assert same(changed, new)
@@ -156,8 +158,8 @@ W = np.arange(2, dtype="<u2")
     ("new", "said"),
     [
         ({"a": W, "b": W, "c": W}, "Tensor c was not there"),
-        ({"a": W}, "Tensor b .* is not there in the new version"),
-        ({"a": W, "b": W.astype("<u4")}, r"Tensor b was uint16 \[2\] and is uint32 \[2\] in the new version"),
+        ({"a": W}, "Tensor b .* is not there:"),
+        ({"a": W, "b": W.astype("<u4")}, r"Tensor b was uint16 \[2\] and is uint32 \[2\]:"),
         ({"a": W, "b": W.reshape(2, 1)}, r"Tensor b .* is uint16 \[2, 1\]"),
     ],
 )
@@ -178,7 +180,7 @@ def test_a_delta_is_refused_by_every_other_version() -> None:
 def test_each_byte_of_a_file_that_flips_is_noticed() -> None:
     old = {"w": np.arange(300, dtype=np.uint16)}
     new = {"w": np.roll(old["w"], 8)}
-    data = packed(encode(old, new, chain="c" * 32, version=3))
+    data = packed(encode(old, new))
     for at in range(len(data)):
         broken = bytearray(data)
         broken[at] ^= 0x40
