@@ -21,8 +21,7 @@ CHAT_TEMPLATE = (
 
 
 async def agent(prompt: list[dict], endpoint: Endpoint) -> dict:
-    connection = endpoint.async_http_client()  # by a Unix socket, which no other user of the machine can reach
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=connection) as client:
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         return {"shares": await ask_twice(client, endpoint.model, prompt)}
 
 

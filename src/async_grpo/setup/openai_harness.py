@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.errors import UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    import httpx
 
 Columns = Mapping[str, Any] | None
 """What an agent returns: columns of its completion for the reward functions, or nothing."""
@@ -22,26 +19,12 @@ Agent = Callable[[Any, "Endpoint"], Columns | Awaitable[Columns]]
 class Endpoint:
     """Where an agent asks for tokens, in one episode.
 
-    `AsyncOpenAI(base_url=…, api_key=…, http_client=endpoint.async_http_client())` connects by a Unix socket, which
-    other users of the machine cannot reach. Without `http_client` it connects by TCP.
+    `AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)` connects to it, by TCP on this machine.
     """
 
     base_url: str  # http://127.0.0.1:PORT/v1
     api_key: str = field(repr=False)  # of this episode alone: a request is attributed by it
     model: str  # the only one that may be asked for
-    socket: str | None = None  # the path of the Unix socket; None where none could be made
-
-    def http_client(self) -> httpx.Client:
-        """For `OpenAI(http_client=…)`, which closes it."""
-        import httpx
-
-        return httpx.Client(transport=httpx.HTTPTransport(uds=self.socket))
-
-    def async_http_client(self) -> httpx.AsyncClient:
-        """For `AsyncOpenAI(http_client=…)`, which closes it."""
-        import httpx
-
-        return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=self.socket))
 
     @property
     def environment(self) -> dict[str, str]:

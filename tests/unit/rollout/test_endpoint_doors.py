@@ -10,14 +10,11 @@ import contextlib
 import json
 import os
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,26 +36,19 @@ class Served:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.refused: list[RequestRefusal] = []
         server = EndpointServer(loop)
-        base_url, path = server.start()
+        base_url = server.start()
         self.port = int(base_url.rpartition(":")[2].removesuffix("/v1"))
         episode: Any = SimpleNamespace(
             rules=Rules(model="policy", sampling={}), number="1_0", answer=self._answer, refuse=self.refused.append
         )
         self._key = server.open(episode)
-        self.endpoint = Endpoint(base_url=base_url, api_key=self._key, model="policy", socket=path)
+        self.endpoint = Endpoint(base_url=base_url, api_key=self._key, model="policy")
 
     async def _answer(self, request: Request) -> Answer:
         return Answer(message={"role": "assistant", "content": "Hi"}, finish_reason="stop", prompt_tokens=1, tokens=[])
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE_S)
-
-    def connect_by_socket(self) -> socket.socket:
-        assert self.endpoint.socket is not None
-        client = socket.socket(socket.AF_UNIX)
-        client.settimeout(DEADLINE_S)
-        client.connect(self.endpoint.socket)
-        return client
 
     def ask(self, body: bytes = BODY, headers: str = "", *, host: str = "127.0.0.1", with_key: bool = True) -> bytes:
         """The whole answer."""
@@ -73,15 +63,7 @@ class Served:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short one: the path of a Unix socket has at most 107 bytes."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
-@pytest.fixture
-def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+def served() -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -101,9 +83,13 @@ def all_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_files(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent's request is read when they have filled all places, and those that come at once go at once."""
+    """A known agent is answered when they have filled all places, and those that come at once go at once."""
     monkeypatch.setattr(doors, "KEY_S", 600.0)
-    with served.connect_by_socket() as agents:
+    with served.connect() as agents:
+        agents.sendall(served.request(BODY).replace(b"Connection: close\r\n", b""))
+        first = b""
+        while b'"Hi"' not in first:
+            first += agents.recv(65536)
         idle = [served.connect() for _ in range(3 * doors.MOST_STRANGERS)]
         for client in idle:
             client.sendall(b"POST /v1/chat")
@@ -130,70 +116,20 @@ def test_an_agents_connection_by_tcp_is_never_put_out(served: Served, monkeypatc
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_come_to_the_socket_and_is_put_out_of_tcp(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_user_is_put_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "MOST_STRANGERS", 4)
     program = """if True:
         import encodings.idna, os, socket, sys
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
-        try:
-            socket.socket(socket.AF_UNIX).connect(sys.argv[1])
-        except PermissionError:
-            print("refused")
-        idle = [socket.create_connection(("127.0.0.1", int(sys.argv[2]))) for _ in range(4)]
+        idle = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(4)]
         print(idle[0].recv(1))
     """
     with served.connect() as ours:
-        command = [sys.executable, "-c", program, str(served.endpoint.socket), str(served.port)]
+        command = [sys.executable, "-c", program, str(served.port)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        assert ended.stdout.splitlines() == ["refused", "b''"], ended.stderr
+        assert ended.stdout.splitlines() == ["b''"], ended.stderr
         ours.sendall(served.request(BODY))
         assert ours.recv(65536).startswith(b"HTTP/1.1 200")
-
-
-def test_clients_of_httpx_connect_by_the_socket(served: Served) -> None:
-    pytest.importorskip("httpx")
-    elsewhere = served.endpoint.base_url.replace("127.0.0.1", "nowhere.invalid")  # it is not looked up
-    asked: dict[str, Any] = {
-        "url": f"{elsewhere}/chat/completions",
-        "content": BODY,
-        "headers": {"Authorization": f"Bearer {served.endpoint.api_key}"},
-    }
-
-    async def asks() -> int:
-        async with served.endpoint.async_http_client() as client:
-            return (await client.post(**asked)).status_code
-
-    with served.endpoint.http_client() as client:
-        assert client.post(**asked).status_code == 200
-    assert asyncio.run(asks()) == 200
-
-
-def test_the_socket_is_private_and_what_a_killed_worker_left_is_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    left, alive = doors.private_socket(), doors.private_socket()
-    assert left is not None and alive is not None
-    assert stat.S_IMODE(left.path.parent.stat().st_mode) == 0o700
-    left.listening.close()
-    new = doors.private_socket()
-    assert new is not None
-    assert {each.name for each in folder.iterdir()} == {alive.path.parent.name, new.path.parent.name}
-
-
-def test_a_socket_goes_where_its_path_is_short_enough_or_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long, short = folder / ("x" * 100), folder / "t"
-    long.mkdir()
-    short.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    monkeypatch.setattr(doors.tempfile, "gettempdir", lambda: str(short))
-    found = doors.private_socket()
-    assert found is not None and found.path.parent.parent == short
-    monkeypatch.setattr(doors.tempfile, "gettempdir", lambda: str(long))
-    assert doors.private_socket() is None
-    assert [*long.iterdir()] == []
 
 
 @pytest.mark.usefixtures("all_are_strangers")

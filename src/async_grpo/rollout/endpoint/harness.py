@@ -16,7 +16,7 @@ from async_grpo.rollout.endpoint.agents import Agents, is_lost_connection
 from async_grpo.rollout.endpoint.chat import Chat
 from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.rollout.endpoint.protocol import Rules
-from async_grpo.rollout.endpoint.server import Address, EndpointServer
+from async_grpo.rollout.endpoint.server import EndpointServer
 from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
@@ -66,7 +66,7 @@ class Harness:
         self._chat = Chat(trl.trainer)
         self._agents = Agents(given.agent)
         self._server = EndpointServer(loop)
-        self._address: Address | None = None
+        self._base_url = ""  # until the first episode
         sampling = effective_sampling(trl.trainer, engine.capabilities)
         self._sampling = {name: getattr(sampling, name) for name in _SAMPLED_WITH}
         self._open: set[Episode] = set()
@@ -117,14 +117,11 @@ class Harness:
         )
 
     async def _play(self, episode: Episode, prompt: Any) -> _PlayedEpisode:
-        if self._address is None:
-            self._address = self._server.start()
+        self._base_url = self._base_url or self._server.start()
         key = self._server.open(episode)
         self._open.add(episode)
         with self._asks.working():
-            endpoint = Endpoint(
-                base_url=self._address.base_url, api_key=key, model=self._model, socket=self._address.socket
-            )
+            endpoint = Endpoint(base_url=self._base_url, api_key=key, model=self._model)
             ended = self._agents.start(copy.deepcopy(prompt), endpoint)
             try:
                 return self._played(episode, await self._outcome(episode, ended))
@@ -150,7 +147,7 @@ class Harness:
         text = None if error is None else f"{type(error).__name__}: {error}"
         if outcome is None:
             text = f"The agent made no request and did not return within {self._timeout_s:g} s (--tool-timeout)."
-        if error is not None and self._address is not None and is_lost_connection(error, self._address.base_url):
+        if error is not None and is_lost_connection(error, self._base_url):
             raise GeneratorError(
                 f"An agent's connection to the endpoint broke ({text}). That is an error of the machine: what the "
                 "model said until then is not taken for its completion, and the group is tried again."

@@ -1,4 +1,4 @@
-"""The HTTP side: a Unix socket, a free port of 127.0.0.1, and a key for each episode that is open.
+"""The HTTP side: a free port of 127.0.0.1, and a key for each episode that is open.
 
 It runs on an event loop and a thread of its own, so that an agent that blocks is still answered. What a request asks is
 answered on the worker's loop.
@@ -14,13 +14,13 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from async_grpo.formatting import one_line
 from async_grpo.log import logger
-from async_grpo.rollout.endpoint.doors import Doors, private_socket
+from async_grpo.rollout.endpoint.doors import Doors
 from async_grpo.rollout.endpoint.protocol import (
     FAILED_WITH_ITS_GROUP,
     MOST_BYTES,
@@ -48,13 +48,6 @@ _RETRIES = "x-stainless-retry-count"  # how often the `openai` client has sent a
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
 
 
-class Address(NamedTuple):
-    """Where the endpoint listens."""
-
-    base_url: str  # of TCP
-    socket: str | None  # the path of its Unix socket, where there is one
-
-
 class EndpointServer:
     """Answers `POST /v1/chat/completions`. Episodes live on the worker's `loop`."""
 
@@ -62,11 +55,11 @@ class EndpointServer:
         self._loop = loop
         self._episodes: dict[bytes, Episode] = {}  # by a hash of the key, which nobody can time
         self._failed: dict[bytes, str] = {}  # episodes that ended with another's error, and the error
-        self._started: Future[Address] = Future()
+        self._started: Future[str] = Future()
         self._said: Counter[str] = Counter()
 
-    def start(self) -> Address:
-        """Where it listens. The server ends with the process."""
+    def start(self) -> str:
+        """Its base URL. The server ends with the process."""
         threading.Thread(target=lambda: asyncio.run(self._run()), name="endpoint", daemon=True).start()
         return self._started.result(START_S)
 
@@ -94,11 +87,7 @@ class EndpointServer:
             assert runner.server is not None
             self._doors, loop = Doors(runner.server), asyncio.get_running_loop()
             listening = await loop.create_server(self._doors, HOST, 0)
-            private = private_socket()
-            if private is not None:  # whoever connects is this user: there are no doors
-                await loop.create_unix_server(runner.server, sock=private.listening)
-            base_url = f"http://{HOST}:{listening.sockets[0].getsockname()[1]}/v1"
-            self._started.set_result(Address(base_url, None if private is None else str(private.path)))
+            self._started.set_result(f"http://{HOST}:{listening.sockets[0].getsockname()[1]}/v1")
         except BaseException as error:
             self._started.set_exception(error)
             raise
