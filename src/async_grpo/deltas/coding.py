@@ -24,6 +24,7 @@ from async_grpo.errors import AsyncGRPOError
 
 _LEVEL = 1
 _GAP = np.dtype("<u4")
+_PIECE = 1 << 16  # words that are looked at together: they stay in the processor's cache
 
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -38,15 +39,14 @@ def code(old: Words | None, new: Words) -> bytes:
     """The frame that leads from `old` to `new`, without `old` from zeros. Empty where nothing changes."""
     new = new.reshape(-1)
     xor = new if old is None else old.reshape(-1) ^ new
-    mask = xor != 0
-    changed = int(np.count_nonzero(mask))
+    pieces = [(at, xor[at : at + _PIECE]) for at in range(0, len(xor), _PIECE)]
+    changed = sum(int(np.count_nonzero(piece != 0)) for _, piece in pieces)
     if not changed:
         return b""
     if changed * (_GAP.itemsize + xor.itemsize) >= xor.nbytes or len(xor) > np.iinfo(_GAP).max:
-        return _compress(_planes(xor))
-    indices = np.flatnonzero(mask)
-    gaps = np.diff(indices, prepend=0).astype(_GAP)
-    return _compress(np.concatenate([_planes(gaps), _planes(xor[indices])]))
+        return _compress(xor)
+    indices = np.concatenate([at + np.flatnonzero(piece != 0).astype(_GAP) for at, piece in pieces])
+    return _compress(np.diff(indices, prepend=_GAP.type(0)), xor[indices])
 
 
 def change(words: Words, frame: Frame) -> None:
@@ -65,16 +65,15 @@ def change(words: Words, frame: Frame) -> None:
     words[indices] ^= _from_planes(raw[count * _GAP.itemsize :], words.dtype)
 
 
-def _planes(words: Words) -> Bytes:
-    return np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T).reshape(-1)
-
-
 def _from_planes(planes: Bytes, dtype: np.dtype[Any]) -> Words:
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
 
 
-def _compress(raw: Bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(raw.data)
+def _compress(*arrays: Words) -> bytes:
+    """The planes of some arrays, one after another: there is never a copy of all."""
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=sum(array.nbytes for array in arrays))
+    planes = (array.view("u1")[place :: array.itemsize] for array in arrays for place in range(array.itemsize))
+    return b"".join([*(frame.compress(np.ascontiguousarray(plane).data) for plane in planes), frame.flush()])
 
 
 def _decompress(frame: Frame, at_most: int) -> Bytes:
