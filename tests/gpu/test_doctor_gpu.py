@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.checks.doctor import checkup, finding, gpu, weights
-from async_grpo.checks.doctor.finding import Level
+from async_grpo.checks.doctor.finding import Asked, Level
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +21,9 @@ def needs_a_gpu() -> None:
 def test_driver_torch_cupy_and_devices_are_judged() -> None:
     found = gpu.driver()
     assert found.cuda >= 12000 and found.version
-    facts = gpu.look()
-    findings = [*gpu.presence(found), *gpu.fit(found, facts), *gpu.devices(facts)]
+    findings = [gpu.presence(found), *gpu.judged(found.cuda)]
     print("\n" + "\n".join(map(finding.line, findings)))
-    assert facts.usable and len(facts.gpus) == found.visible
+    assert len(findings) == 3 + found.visible
     assert not [finding for finding in findings if finding.level is Level.ERROR]
 
 
@@ -37,5 +36,5 @@ def test_weights_go_from_one_process_to_another_and_arrive_whole() -> None:
 
 
 def test_the_whole_list(tmp_path: Path) -> None:
-    findings = list(checkup.findings(checkup.checks(tmp_path / "worker")))
+    findings = list(checkup.findings(Asked(tmp_path / "worker")))
     assert {"GPU", "GPU 0", "torch", "cupy", "weights"} <= {finding.subject for finding in findings}

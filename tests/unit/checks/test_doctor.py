@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,19 +21,21 @@ from test_plan import batch, facts
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, weights
-from async_grpo.checks.doctor.finding import Finding, Level, error, ok, warning
-from async_grpo.checks.doctor.gpu import DriverReport, Gpu, GpuFacts
+from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, warning
+from async_grpo.checks.doctor.gpu import DriverReport
 from async_grpo.checks.plan import describe
 from async_grpo.checks.plan.facts import Look, Question
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.launch import room
+from async_grpo.rewards.sandbox import SWITCH
 from async_grpo.rundir import folders
-from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.rundir.shape import as_json
 from plans import planned
 
 GB = 1_000_000_000
 ROOT = Path(__file__).parents[3]
+HERE = Asked(Path("worker"))
 
 
 def levels(found: Iterable[Finding]) -> dict[str, str]:
@@ -48,10 +51,9 @@ def only(found: Iterable[Finding], subject: str) -> Finding:
 
 
 def test_the_checks_without_torch_find_nothing_wrong_with_this_machine(tmp_path: Path) -> None:
-    run_dir = tmp_path / "worker"
-    found = [*machine.memory(), *machine.room(run_dir), *machine.place(run_dir)]
+    asked = Asked(tmp_path / "worker")
+    found = [*machine.memory(asked), *machine.room(asked), *machine.place(asked)]
     assert not [finding for finding in found if finding.level is Level.ERROR], found
-    assert levels(found)["run directory"] == "ok"
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -59,25 +61,25 @@ def test_the_directory_of_a_run_is_not_touched(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     run_dir.mkdir(mode=0o700)
     before = run_dir.stat().st_mtime_ns
-    assert only(machine.place(run_dir), "run directory").level is Level.OK
+    assert only(machine.place(Asked(run_dir)), "run directory").level is Level.OK
     assert run_dir.stat().st_mtime_ns == before
 
 
 def test_a_run_directory_that_others_can_change(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    [finding] = machine.place(tmp_path)
+    [finding] = machine.place(Asked(tmp_path))
     assert finding.level is Level.ERROR and "can be written by others" in finding.found
 
 
 def test_a_run_directory_on_a_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "network_file_system", lambda path: "NFS")
-    [finding] = machine.place(tmp_path / "worker")
+    [finding] = machine.place(Asked(tmp_path / "worker"))
     assert finding.level is Level.ERROR and "is on NFS" in finding.found and "local disk" in finding.fix
 
 
 def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "why_not_writable", lambda path: f"{path}: its file system is read-only. Remount it.")
-    [finding] = machine.place(tmp_path / "worker")
+    [finding] = machine.place(Asked(tmp_path / "worker"))
     assert finding.level is Level.ERROR and finding.found.endswith(": its file system is read-only")
 
 
@@ -85,7 +87,7 @@ def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: 
 def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
     disk = SimpleNamespace(f_bavail=free, f_frsize=1, f_files=1000, f_favail=100)
     monkeypatch.setattr(os, "statvfs", lambda path: disk)
-    assert levels(machine.room(tmp_path)) == {"disk": level, "files on disk": "warning"}
+    assert levels(machine.room(Asked(tmp_path))) == {"disk": level, "files on disk": "warning"}
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
@@ -102,8 +104,33 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
 
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_group", lambda: room.MemoryGroup(limit=GB, used=GB // 2))
-    [finding] = machine.memory()
+    [finding] = machine.memory(HERE)
     assert finding.level is Level.WARNING and "may use 1.0 GB" in finding.found
+
+
+# --- programs that a model wrote
+
+
+def test_without_the_switch_nothing_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [found] = machine.sandbox(HERE)
+    assert (found.level, found.found) == (Level.OK, f"programs that a model wrote are not run: {SWITCH} is not 1")
+
+
+def test_without_bubblewrap_the_switch_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [found] = machine.sandbox(HERE)
+    assert found.level is Level.ERROR and "bubblewrap is not installed" in found.found
+    assert found.fix == f"apt-get install bubblewrap, or unset {SWITCH}."
+
+
+def test_where_programs_can_be_isolated_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr("async_grpo.checks.doctor.machine.run_code", lambda source: None)
+    [found] = machine.sandbox(HERE)
+    assert found.level is Level.OK
 
 
 # --- versions
@@ -111,18 +138,18 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_environment_is_the_tested_one() -> None:
     assert {"torch", "trl", "transformers", "pytest"} <= packages.tested_set().keys()
-    assert "error" not in levels(packages.packages()).values()
+    assert "error" not in levels(packages.packages(HERE)).values()
 
 
 def test_a_python_that_the_tests_do_not_run_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.14.1")
-    found = only(packages.packages(), "Python")
+    found = only(packages.packages(HERE), "Python")
     assert found.level is Level.WARNING and "3.14.1; no tests run on it, and all tests on 3.11" in found.found
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.13.2")
-    found = only(packages.packages(), "Python")
+    found = only(packages.packages(HERE), "Python")
     assert found.level is Level.OK and "3.13.2; the unit tests run on it, and all tests on 3.11" in found.found
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.9")
-    assert "Python" not in levels(packages.packages())
+    assert "Python" not in levels(packages.packages(HERE))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/versions.md"])
@@ -151,7 +178,7 @@ def test_make_says_that_its_environment_has_another_python(tmp_path: Path, asked
 def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = [Requirement("trl>=1.15,<1.17"), Requirement("peft>=0.19")]
     monkeypatch.setattr(packages, "needed", lambda extra="": [] if extra else needs)
-    found = list(packages.packages({"trl": "1.14.0", "torch": "2.12.0+cu128"}.get))
+    found = list(packages.packages(HERE, {"trl": "1.14.0", "torch": "2.12.0+cu128"}.get))
     assert only(found, "trl").level is Level.ERROR and "1.14.0, but trl<1.17,>=1.15" in only(found, "trl").found
     assert only(found, "peft").found.startswith("not installed")
     assert "torch 2.12.0+cu128 (tested: 2.13.0)" in only(found, "versions").found
@@ -180,99 +207,119 @@ def test_the_pinned_antlr_is_one_that_math_verify_reads_with() -> None:
 
 def test_the_build_of_torch_does_not_matter_to_its_version() -> None:
     pins = packages.tested_set()
-    assert only(packages.packages(lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level is Level.OK
+    assert (
+        only(packages.packages(HERE, lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level
+        is Level.OK
+    )
 
 
 def test_engines_are_optional_but_of_the_tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not {*packages.ENGINES} & levels(packages.packages(lambda name: None)).keys()
+    assert not {*packages.ENGINES} & levels(packages.packages(HERE, lambda name: None)).keys()
     monkeypatch.setattr(packages, "needed", lambda extra="": [Requirement(f"{extra}==0.32.0")] if extra else [])
-    found = list(packages.packages({"vllm": "0.31.0", "unsloth": "0.32.0"}.get))
+    found = list(packages.packages(HERE, {"vllm": "0.31.0", "unsloth": "0.32.0"}.get))
     assert only(found, "vllm").level is Level.WARNING and "unsloth" not in levels(found)
     assert "0.31.0 (tested: vllm==0.32.0)" in only(found, "vllm").found
 
 
 # --- GPUs
 
-H100 = Gpu(name="H100", total=80 * GB, free=79 * GB, capability="9.0", supported=True, why_no_ipc=None)
-DRIVER = DriverReport(version="580.65.06", cuda=13000, visible=2)
-FACTS = GpuFacts(
-    torch="2.13.0+cu128", torch_cuda="12.8", usable=True, cupy="14.2.0", cupy_cuda=12080, gpus=[H100, H100]
-)
+DRIVER = DriverReport(version="580.65.06", cuda=13000, compute_modes=(0, 0))
 
 
-def wheel(*names: str) -> packages.Installed:
-    return lambda name: "14.2.0" if name in names else None
-
-
-def test_everything_fits() -> None:
-    found = [*gpu.presence(DRIVER, {}), *gpu.fit(DRIVER, FACTS, wheel("cupy-cuda12x")), *gpu.devices(FACTS)]
-    assert set(levels(found).values()) == {"ok"}
+def refuse() -> None:
+    raise RuntimeError("no kernel\nmore")
 
 
 @pytest.mark.parametrize(
     ("driver", "env", "level", "words"),
     [
-        (DriverReport(version="", cuda=0, visible=0), {}, Level.OK, "everything runs on the CPU"),
-        (
-            DriverReport(version="580.65", cuda=13000, visible=0),
-            {"CUDA_VISIBLE_DEVICES": ""},
-            Level.WARNING,
-            "hides them",
-        ),
-        (DriverReport(version="580.65", cuda=0, visible=0), {}, Level.ERROR, "it shows no GPU"),
+        (DriverReport(version="", cuda=0), {}, Level.OK, "everything runs on the CPU"),
+        (DriverReport(version="580.65", cuda=13000), {"CUDA_VISIBLE_DEVICES": ""}, Level.WARNING, "hides them"),
+        (DriverReport(version="580.65", cuda=0), {}, Level.ERROR, "it shows no GPU"),
         (DRIVER, {"CUDA_VISIBLE_DEVICES": "4,5"}, Level.OK, "CUDA up to 13.0, CUDA_VISIBLE_DEVICES=4,5"),
     ],
 )
 def test_presence(driver: DriverReport, env: dict[str, str], level: Level, words: str) -> None:
-    [finding] = gpu.presence(driver, env)
+    finding = gpu.presence(driver, env)
     assert finding.level is level and words in finding.found
 
 
 @pytest.mark.parametrize(
-    ("changes", "cuda", "wheels", "subject", "level", "words"),
+    ("built_for", "init", "cuda", "words"),
     [
-        ({"torch_cuda": None, "usable": False}, 13000, ("cupy-cuda12x",), "torch", "error", "without CUDA"),
-        ({"torch_cuda": "13.0"}, 12080, ("cupy-cuda12x",), "torch", "error", "the driver runs CUDA up to 12.8"),
-        ({"usable": False, "error": "no kernel"}, 13000, ("cupy-cuda12x",), "torch", "error", "no kernel"),
-        ({"cupy": "", "cupy_error": "No module"}, 13000, (), "cupy", "warning", "through host memory"),
-        ({"cupy_cuda": 13000}, 12080, ("cupy-cuda13x",), "cupy", "error", "cupy 14.2.0"),
-        ({"cupy_cuda": 13000}, 13000, ("cupy-cuda13x",), "cupy", "warning", "two CUDAs in a process"),
-        ({}, 13000, ("cupy-cuda12x", "cupy-cuda13x"), "cupy", "error", "overwrite each other"),
+        ("12.8", print, 13000, ""),
+        (None, print, 13000, "without CUDA"),
+        ("13.0", print, 12080, "the driver runs CUDA up to 12.8"),
+        ("12.8", refuse, 13000, "cannot use the GPU: no kernel"),
     ],
 )
-def test_pairs_that_do_not_fit(
-    changes: dict[str, Any], cuda: int, wheels: tuple[str, ...], subject: str, level: str, words: str
-) -> None:
-    driver = replace(DRIVER, cuda=cuda)
-    finding = only(gpu.fit(driver, replace(FACTS, **changes), wheel(*wheels)), subject)
-    assert finding.level == level
-    assert words.removeprefix("cupy ") in finding.found and finding.fix
+def test_torch_and_the_driver(built_for: str | None, init: Any, cuda: int, words: str) -> None:
+    version, of_torch = SimpleNamespace(cuda=built_for), SimpleNamespace(init=init)
+    finding = gpu.torch_fits(cuda, SimpleNamespace(__version__="2.13", version=version, cuda=of_torch))
+    assert finding.found.endswith(words) and (finding.level is Level.ERROR) == bool(words)
 
 
 @pytest.mark.parametrize(
-    ("changes", "level"),
+    ("own", "cuda", "wheels", "level", "words"),
     [
-        ({"supported": False}, Level.ERROR),
-        ({"free": 10 * GB}, Level.WARNING),
-        ({"why_no_ipc": "WSL has no CUDA IPC"}, Level.WARNING),
+        (12080, 13000, "cupy-cuda12x", "ok", "14.2.0, CUDA 12.8, as torch"),
+        (0, 13000, "", "warning", "through host memory"),
+        (13000, 12080, "cupy-cuda13x", "error", "14.2.0 is for CUDA 13.0, the driver runs up to 12.8"),
+        (13000, 13000, "cupy-cuda13x", "warning", "two CUDAs in a process"),
+        (12080, 13000, "cupy-cuda12x cupy-cuda13x", "error", "overwrite each other"),
     ],
 )
-def test_a_gpu_that_is_not_all_there(changes: dict[str, Any], level: Level) -> None:
-    [finding] = gpu.devices(replace(FACTS, gpus=[replace(H100, **changes)]))
-    assert finding.level is level
+def test_cupy_torch_and_the_driver(
+    own: int, cuda: int, wheels: str, level: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: own)
+    cupy = SimpleNamespace(__version__="14.2.0", cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy if own else None)
+    finding = gpu.cupy_fits(cuda, "12.8", lambda name: "14.2.0" if name in wheels.split() else None)
+    assert finding.level == level and words in finding.found
 
 
-def test_facts_survive_json() -> None:
-    assert shaped(GpuFacts, json.loads(json.dumps(asdict(FACTS)))) == FACTS
+@pytest.mark.parametrize(
+    ("free", "runs", "why_not", "level"),
+    [
+        (79, True, None, Level.OK),
+        (79, False, None, Level.ERROR),
+        (10, True, None, Level.WARNING),
+        (79, True, "WSL has no CUDA IPC", Level.WARNING),
+    ],
+)
+def test_a_gpu_that_is_not_all_there(
+    free: int, runs: bool, why_not: str | None, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name="H100", major=9, minor=0)
+    )
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (free * GB, 80 * GB))
+    monkeypatch.setattr("async_grpo_ipc.memory.cuda_runtime.why_not", lambda device: why_not)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu, "_runs", lambda index: runs)
+    finding = gpu.device(0)
+    assert finding.level is level and (why_not or "H100") in finding.found
 
 
-def test_a_driver_that_crashes_who_asks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash() -> GpuFacts:
-        raise probe.ChildFailed("was killed by SIGSEGV", ["Segmentation fault"])
+def test_what_a_process_finds_is_said_and_so_is_its_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = probe.ChildFailed("was killed by SIGSEGV", ["Fault"])
+    monkeypatch.setattr(gpu, "driver", lambda: DRIVER)
+    monkeypatch.setattr(probe, "ask", Mock(side_effect=[[asdict(ok("GPU 0", "H100"))], failure]))
+    monkeypatch.setattr(weights, "weight_sharing", lambda names: [ok("weights", *names)])
+    assert [*gpu.torch_and_weights(HERE)] == [ok("GPU 0", "H100"), ok("weights", "cuda:0")]
+    [finding] = gpu.torch_and_weights(HERE)
+    assert finding.level is Level.ERROR and "killed by SIGSEGV: Fault" in finding.found
 
-    monkeypatch.setattr(gpu, "look", crash)
-    [finding] = checkup._devices(DRIVER)
-    assert finding.level is Level.ERROR and "killed by SIGSEGV: Segmentation fault" in finding.found
+
+@pytest.mark.parametrize(("mode", "level"), [(3, Level.WARNING), (2, Level.ERROR)])
+def test_a_gpu_that_does_not_admit_several_processes_is_named(mode: int, level: Level) -> None:
+    driver = DriverReport(version="580", cuda=13000, compute_modes=(0, mode))
+    [found] = gpu.modes(driver, {})
+    assert (found.subject, found.level) == ("GPU 1", level)
+    assert "nvidia-smi -i 1 -c DEFAULT" in found.fix
+    [found] = gpu.modes(driver, {"CUDA_VISIBLE_DEVICES": "4,GPU-5f"})
+    assert "nvidia-smi -i GPU-5f -c DEFAULT" in found.fix, "which has numbers of its own"
 
 
 # --- weights between processes
@@ -299,6 +346,39 @@ def test_a_round_trip_that_fails_is_a_line_with_the_reason(monkeypatch: pytest.M
     monkeypatch.setattr(weights, "TIMEOUT_S", 60.0)
     [finding] = weights.weight_sharing(["nowhere"])
     assert finding.level is Level.ERROR and "nowhere" in finding.found
+
+
+def test_writer_and_reader_see_their_own_gpu_alone_as_server_and_worker_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[dict[str, Any], str]] = []
+
+    def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: dict[str, str]) -> dict[str, Any]:
+        asked.append((question, env["CUDA_VISIBLE_DEVICES"]))
+        return {"equal": True, "read_gbps": 1.0, "memory": "cuda"}
+
+    monkeypatch.setattr(probe, "ask", ask)
+    monkeypatch.setattr(weights, "why_unreachable", lambda *_: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert [finding.level for finding in weights.weight_sharing(["cuda:0", "cuda:1"])] == [Level.OK] * 2
+    assert [(question["reader_sees"], sees) for question, sees in asked] == [
+        ({"CUDA_VISIBLE_DEVICES": "4"}, "4"),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, "4"),
+    ]
+    assert {(question["writer"], question["reader"]) for question, _ in asked} == {("cuda:0", "cuda:0")}
+
+
+def test_gpus_that_are_no_peers_are_tried_in_the_way_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--weights auto` goes through host memory there, so it is no error that CUDA IPC does not work."""
+
+    def ask(module: str, question: dict[str, Any], **_: Any) -> dict[str, Any]:
+        if question["way"] != "host":
+            raise probe.ChildFailed("ended with 1", ["cudaErrorPeerAccessUnsupported"])
+        return {"equal": True, "read_gbps": 1.0, "memory": "posix"}
+
+    monkeypatch.setattr(probe, "ask", ask)
+    monkeypatch.setattr(weights, "why_unreachable", lambda *_: "GPU 1 cannot map memory of GPU 0 (no peers)")
+    for found in weights.weight_sharing(["cuda:0", "cuda:1"]):
+        assert found.level is Level.WARNING, "the server's own GPU is tried as well"
+        assert "every value arrived" in found.found and "GPU 1 cannot map memory of GPU 0" in found.found
 
 
 # --- a setup file
@@ -388,14 +468,14 @@ def test_trls_own_refusal_of_a_batch_is_understood(tmp_path: Path) -> None:
         "    return GRPOConfig(output_dir='x', use_cpu=True, bf16=False, per_device_train_batch_size=4,\n"
         "                      gradient_accumulation_steps=2, num_generations=3)\n"
     )
-    [finding] = setup.setup_file(config, gpus=0, memory=GB)
+    [finding] = setup.setup_file(Asked(tmp_path, config=config))
     assert finding.subject == "batch"
     assert "8 completions (per_device_train_batch_size=4 * steps_per_generation=2)" in finding.found
     assert "num_generations=2; num_generations=4; per_device_train_batch_size=6" in finding.fix
 
 
 def test_a_file_that_is_no_setup_file(tmp_path: Path) -> None:
-    [finding] = setup.setup_file(tmp_path / "missing.py", gpus=0, memory=GB)
+    [finding] = setup.setup_file(Asked(tmp_path, config=tmp_path / "missing.py"))
     assert finding.level is Level.ERROR and "not found" in finding.found
 
 
@@ -416,7 +496,8 @@ def test_the_doctor_counts_the_memory_of_the_run_that_this_machine_would_start(
     config = tmp_path / "setup.py"
     config.write_text("def get_trainer(): ...\n")
     monkeypatch.setattr(setup, "look_at_trainer", look)
-    list(setup.setup_file(config, gpus=gpus, memory=GB))
+    monkeypatch.setattr(setup, "driver", lambda: replace(DRIVER, compute_modes=(0,) * gpus))
+    list(setup.setup_file(Asked(tmp_path, config=config)))
     assert asked == [sharing]
 
 
@@ -437,7 +518,7 @@ def test_the_first_lines_need_no_torch() -> None:
 def test_only_errors_fail_the_command(
     found: list[Finding], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkup, "checks", lambda *_: [lambda: iter(found)])
+    monkeypatch.setattr(checkup, "CHECKS", [lambda asked: iter(found)])
     assert main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] == (code == 0)

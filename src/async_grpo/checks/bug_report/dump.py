@@ -19,7 +19,7 @@ import psutil
 
 from async_grpo.checks.bug_report.stacks import RunProcess, kernel_view, run_processes, stacks_of
 from async_grpo.checks.doctor import checkup
-from async_grpo.checks.doctor.finding import Finding, line, verdict
+from async_grpo.checks.doctor.finding import Asked, line, verdict
 from async_grpo.errors import AsyncGRPOError, BadFileError, UsageError
 from async_grpo.queue.filesystem import FOLDERS
 from async_grpo.redaction import Redactor, is_secret
@@ -162,7 +162,7 @@ def _environments(processes: Iterable[RunProcess]) -> Iterator[str]:
 
 
 def _own_findings(root: Path) -> str:
-    found: list[Finding] = list(checkup.findings(checkup.checks(root)))
+    found = [*checkup.findings(Asked(run_dir=root))]
     lines = [line(finding, width=120) for finding in found]
     return "\n".join([*lines, "", verdict(found), "", json.dumps([asdict(finding) for finding in found])]) + "\n"
 

@@ -2,65 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
-import psutil
+from async_grpo.checks.doctor import cluster, gpu, machine, packages, setup
+from async_grpo.checks.doctor.finding import Asked, Check, Finding, Level
 
-from async_grpo.checks import probe
-from async_grpo.checks.doctor import cluster, gpu, machine, packages, setup, weights
-from async_grpo.checks.doctor.finding import Check, Finding, Level, error
-
-
-def checks(
-    run_dir: Path,
-    config: Path | None = None,
-    config_values: Mapping[str, str] | None = None,
-    gpu_memory: int | None = None,
-    ray: str | None = None,
-) -> list[Check]:
-    """Each yields its findings as it makes them. Only those on GPUs, weights and the setup file take seconds."""
-    found = gpu.driver()
-    every: list[Check] = [
-        packages.packages,
-        lambda: gpu.presence(found),
-        lambda: gpu.modes(found),
-        machine.memory,
-        machine.sandbox,
-        lambda: machine.room(run_dir),
-        lambda: machine.place(run_dir),
-        lambda: _devices(found),
-    ]
-    if ray is not None:
-        every.append(lambda: cluster.cluster(ray))
-    if config is not None:
-        available = psutil.virtual_memory().available
-        every.append(
-            lambda: setup.setup_file(config, config_values, gpus=found.visible, memory=available, gpu_memory=gpu_memory)
-        )
-    return every
+CHECKS: list[Check] = [
+    packages.packages,
+    gpu.gpus,
+    machine.memory,
+    machine.sandbox,
+    machine.room,
+    machine.place,
+    gpu.torch_and_weights,
+    cluster.cluster,
+    setup.setup_file,
+]
 
 
-def findings(every: Iterable[Check]) -> Iterator[Finding]:
-    for check in every:
-        yield from check()
+def findings(asked: Asked) -> Iterator[Finding]:
+    """Yield what each check finds as it makes them. Only those with torch and the setup file take seconds."""
+    for check in CHECKS:
+        yield from check(asked)
 
 
 def exit_code(found: Iterable[Finding]) -> int:
     """0: no errors; 1: at least one."""
     return int(any(finding.level is Level.ERROR for finding in found))
-
-
-def _devices(found: gpu.DriverReport) -> Iterator[Finding]:
-    """Judge what needs torch: the GPUs, and weights between two processes."""
-    names = ["cpu"]
-    if found.visible:
-        try:
-            facts = gpu.look()
-        except probe.ChildFailed as failure:
-            yield error("GPU", f"a process that used it failed: {failure}", "nvidia-smi says whether the driver works.")
-            return
-        yield from gpu.fit(found, facts)
-        yield from gpu.devices(facts)
-        names = [f"cuda:{index}" for index in range(min(2, len(facts.gpus)))] or names
-    yield from weights.weight_sharing(names)

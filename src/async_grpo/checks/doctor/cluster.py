@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import TimeoutError as NotYet
 from typing import TYPE_CHECKING
 
-from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
 from async_grpo.errors import PeerDiedError, UsageError
 
 if TYPE_CHECKING:
@@ -17,15 +17,17 @@ ANSWER_S = 60.0  # an actor that starts imports what a worker does
 SUBJECT = "nodes"
 
 
-def cluster(address: str) -> Iterator[Finding]:
-    """Look at each machine of the cluster at `address`, as `--ray` takes it."""
+def cluster(asked: Asked) -> Iterator[Finding]:
+    """Look at each machine of the cluster that `--ray` names."""
+    if asked.ray is None:
+        return
     from async_grpo.nodes.cluster import Cluster
     from async_grpo.nodes.node import facts
     from async_grpo.nodes.request import require_ray
 
     try:
         require_ray()
-        with Cluster(address, nodes=2, cpus=1, run_id="doctor") as found:
+        with Cluster(asked.ray, nodes=2, cpus=1, run_id="doctor") as found:
             yield from _tokens(found)
             here, machines = facts(), found.machines()
             if not machines:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 
 from async_grpo.formatting import counted, printable
 
@@ -31,7 +32,18 @@ class Finding:
         assert self.fix or self.level is Level.OK, f"{self.subject}: a warning or an error needs a fix"
 
 
-Check = Callable[[], Iterator[Finding]]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the doctor is asked about."""
+
+    run_dir: Path
+    config: Path | None = None  # the setup file
+    values: Mapping[str, str] | None = None  # of `--set`
+    gpu_memory: int | None = None  # bytes of each GPU that the run is planned for
+    ray: str | None = None  # address of a cluster
+
+
+Check = Callable[[Asked], Iterator[Finding]]
 
 
 ok, warning, error = (partial(Finding, level) for level in Level)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
-from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
 from async_grpo.launch.room import memory_group
@@ -21,7 +20,7 @@ NO_ROOM = 100_000_000
 FEW_FILES_LEFT = 20_000  # an archive keeps 10,000 groups
 
 
-def memory() -> Iterator[Finding]:
+def memory(asked: Asked) -> Iterator[Finding]:
     """Judge the RAM, and what the container's memory limit leaves of it."""
     ram = psutil.virtual_memory()
     group = memory_group()
@@ -40,11 +39,11 @@ def memory() -> Iterator[Finding]:
         yield ok("memory", what)
 
 
-def room(run_dir: Path) -> Iterator[Finding]:
+def room(asked: Asked) -> Iterator[Finding]:
     """Judge the bytes and files that the disk of the run directory has left."""
-    disk = os.statvfs(nearest_existing(run_dir))
+    disk = os.statvfs(nearest_existing(asked.run_dir))
     free = disk.f_bavail * disk.f_frsize
-    found = f"{size(free)} free where {run_dir} is"
+    found = f"{size(free)} free where {asked.run_dir} is"
     if free < NO_ROOM:
         yield error("disk", found, "Free some space, or choose another --run-dir: a full disk stops the run.")
     elif free < LITTLE_ROOM:
@@ -56,18 +55,18 @@ def room(run_dir: Path) -> Iterator[Finding]:
         yield warning("files on disk", found, f"Delete files there, or --keep-done {max(1, disk.f_favail // 4)}.")
 
 
-def place(run_dir: Path) -> Iterator[Finding]:
+def place(asked: Asked) -> Iterator[Finding]:
     """Judge whether the queue can be there: on a local disk, writable by this user and by no other."""
     try:
-        check_place(run_dir)
+        check_place(asked.run_dir)
     except RunDirError as refusal:
         fix = "Choose a --run-dir on a local disk (ext4, xfs, tmpfs) that only you can write to."
         yield error("run directory", str(refusal).split(". ")[0], fix)
     else:
-        yield ok("run directory", f"{run_dir}: on a local disk, yours to write to")
+        yield ok("run directory", f"{asked.run_dir}: on a local disk, yours to write to")
 
 
-def sandbox() -> Iterator[Finding]:
+def sandbox(asked: Asked) -> Iterator[Finding]:
     """An error only where the run is to execute programs: the switch is set."""
     if os.environ.get(SWITCH) != "1":
         yield ok("sandbox", f"programs that a model wrote are not run: {SWITCH} is not 1")

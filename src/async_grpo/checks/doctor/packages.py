@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
 from async_grpo.version import __version__
 
 TESTED_PYTHON = "3.11"
@@ -49,7 +49,7 @@ def needed(extra: str = "") -> list[Requirement]:
     return [each for each in every if each.marker is None or each.marker.evaluate({"extra": extra})]
 
 
-def packages(version_of: Installed = installed) -> Iterator[Finding]:
+def packages(asked: Asked, version_of: Installed = installed) -> Iterator[Finding]:
     """A main package that is missing or out of range is an error, another version than tested a warning.
 
     The optional engines are compared with the versions that our extras ask for. For their own needs there is `pip

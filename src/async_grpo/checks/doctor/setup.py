@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
-from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+import psutil
+
+from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
+from async_grpo.checks.doctor.gpu import driver
 from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import best_change, best_generation_change, estimate, trainer_fit, worker_fit
 from async_grpo.errors import SetupFileError
@@ -21,34 +23,23 @@ _ALONE = "`async-grpo train FILE --device 0` runs it in one process, as TRL does
 _NOWHERE = "Do what the message says; one process would refuse it as well."
 
 
-def setup_file(
-    config: Path,
-    config_values: Mapping[str, str] | None = None,
-    *,
-    gpus: int,
-    memory: int,
-    gpu_memory: int | None = None,
-) -> Iterator[Finding]:
-    """Build the trainer that the file's `get_trainer()` returns, and say what would stop or hinder a run.
-
-    Args:
-        config_values: of `--set`.
-        memory: bytes of RAM that are available.
-        gpu_memory: bytes of each GPU that the run is planned for; None: not asked about.
-    """
+def setup_file(asked: Asked) -> Iterator[Finding]:
+    """Build the trainer that the file's `get_trainer()` returns, and say what would stop or hinder a run."""
+    if asked.config is None:
+        return
     try:
-        check_setup_file(config)
+        check_setup_file(asked.config)
     except SetupFileError as refusal:
         yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
+    gpus, memory = driver().visible, psutil.virtual_memory().available
     plan = RunPlan(
-        config=config.absolute(),
-        training=TrainingSettings(set=dict(config_values or {})),
+        config=asked.config.absolute(),
+        training=TrainingSettings(set=dict(asked.values or {})),
         master_device="0" if gpus else CPU,
         worker_devices=(CPU, CPU) if not gpus else ("0",) if gpus == 1 else ("1",),  # as `train --distributed` has them
     )
-    question = Question(plan=plan)
-    yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory, gpu_memory)
+    yield from judge(look_at_trainer(Question(plan=plan), TIMEOUT_S), gpus, memory, asked.gpu_memory)
 
 
 def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> Iterator[Finding]:

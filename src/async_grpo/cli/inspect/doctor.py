@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from async_grpo.checks.doctor.checkup import checks, exit_code, findings
-    from async_grpo.checks.doctor.finding import line, verdict
+    from async_grpo.checks.doctor.checkup import exit_code, findings
+    from async_grpo.checks.doctor.finding import Asked, line, verdict
 
     if args.set and args.config is None:
         raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")
@@ -69,7 +69,7 @@ def _check(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     found = []
-    for finding in findings(checks(args.run_dir, config, args.set, args.gpu_memory, args.ray)):
+    for finding in findings(Asked(args.run_dir, config, args.set, args.gpu_memory, args.ray)):
         found.append(finding)
         if not args.json:
             print(line(finding, colour=sys.stdout.isatty()), flush=True)
