@@ -144,14 +144,14 @@ def peak_bytes(mtl: str) -> dict[str, int]:
     from torch.profiler import ProfilerActivity, profile
 
     from async_grpo.checks.plan.describe import describe
-    from async_grpo.checks.plan.memory import estimate
+    from async_grpo.checks.plan.memory import trainer_bytes
     from async_grpo.rundir.plan import RunPlan
 
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
         quiet_trainer("GRPO", mtl, seed=1, steps=3, **MOSTLY_WEIGHTS) as trainer,
     ):
-        said = estimate(describe(trainer, RunPlan(config=Path("setup.py")))).trainer
+        said = trainer_bytes(describe(trainer, RunPlan(config=Path("setup.py"))))
         trainer.train()
     live = most = 0
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]

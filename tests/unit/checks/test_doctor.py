@@ -23,15 +23,11 @@ from async_grpo.checks import probe
 from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, weights
 from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, warning
 from async_grpo.checks.doctor.gpu import DriverReport
-from async_grpo.checks.plan import describe
 from async_grpo.checks.plan.facts import Look, Question
 from async_grpo.cli import main
-from async_grpo.errors import UsageError
 from async_grpo.launch import room
 from async_grpo.rewards.sandbox import SWITCH
 from async_grpo.rundir import folders
-from async_grpo.rundir.shape import as_json
-from plans import planned
 
 GB = 1_000_000_000
 ROOT = Path(__file__).parents[3]
@@ -426,38 +422,11 @@ def test_too_little_memory_for_the_model() -> None:
     assert only(judged(Look(facts=facts()), memory=1_000_000), "model memory").level is Level.ERROR
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_what_cannot_run_distributed_is_told_beside_the_rest(alone: bool) -> None:
-    look = Look(facts=facts(), error="use_vllm=True starts vLLM inside.", exit_code=2, runs_alone=alone)
+def test_what_cannot_run_distributed_is_told_beside_the_rest() -> None:
+    look = Look(facts=facts(), error="use_vllm=True starts vLLM inside.", exit_code=2)
     found = judged(look, gpus=1)
     assert only(found, "distributed").level is Level.ERROR
-    assert ("runs it in one process" in only(found, "distributed").fix) is alone
     assert only(found, "batch").level is Level.OK
-
-
-@pytest.mark.parametrize("needs", ["what is here", "what is not here"])
-def test_a_reward_that_cannot_be_called_here_is_refused_in_one_process_too(
-    needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def require() -> None:
-        if needs == "what is not here":
-            raise UsageError("bubblewrap is not installed")
-
-    def load_trainer(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(reward_funcs=[SimpleNamespace(require=require)])
-
-    def refused(*_: Any) -> Any:
-        raise UsageError("not distributed")
-
-    for name, stand_in in {
-        "load_trainer": load_trainer,
-        "describe": lambda *_: facts(),
-        "_distributed": refused,
-    }.items():
-        monkeypatch.setattr(describe, name, stand_in)
-    monkeypatch.setattr(describe, "_change_arguments", lambda ranks: None)
-    found = describe.main(json.loads(json.dumps(as_json(Question(plan=planned(tmp_path / "setup.py"))))))
-    assert (found["error"], found["runs_alone"]) == ("not distributed", needs == "what is here")
 
 
 def test_trls_own_refusal_of_a_batch_is_understood(tmp_path: Path) -> None:

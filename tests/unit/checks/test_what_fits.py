@@ -19,13 +19,15 @@ from async_grpo.checks.plan.memory import _with_lora as with_lora
 from async_grpo.checks.plan.memory import (
     activation_bytes,
     best_change,
-    estimate,
     fit_rows,
     kv_bytes_a_token,
     need_of,
+    published_bytes,
     size_rows,
     tokens_beside,
+    trainer_bytes,
     trainer_fit,
+    weight_bytes,
     worker_fit,
 )
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
@@ -77,7 +79,7 @@ def test_the_kv_cache_of_opt_13b_is_that_of_the_paper_of_vllm() -> None:
 
 def test_the_kv_cache_and_the_engine_of_llama_31_8b_are_those_of_unsloth() -> None:
     assert kv_bytes_a_token(LLAMA_31_8B) * 20 * 1024 == 2.5 * GIB
-    assert estimate(of_size(8_030_000_000, LLAMA_31_8B)).worker_own == pytest.approx(16 * GB, rel=0.01)
+    assert weight_bytes(of_size(8_030_000_000, LLAMA_31_8B).parameters) == pytest.approx(16 * GB, rel=0.01)
 
 
 def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
@@ -85,9 +87,7 @@ def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
     weights = Parameters(
         count=1_500_000_000, trained=1_500_000_000, nbytes=6 * GB, trained_bytes=6 * GB, dtypes={"float32": 6 * GB}
     )
-    of = facts(parameters=weights, slots=0)
-    memory = estimate(of)
-    assert memory.weights + memory.gradients + memory.optimizer == 24 * GB
+    assert trainer_bytes(facts(parameters=weights)) == 24 * GB
 
 
 @pytest.mark.parametrize(("sequences", "stated", "ours"), [(1, 8.87, 8.58), (2, 10.30, 9.72)])
@@ -141,7 +141,7 @@ def test_policy_and_critic_of_7b_are_what_their_sizes_come_to() -> None:
     assert of.parameters.count == of.parameters.trained == body + 152064 * 3584
     assert of.trained_besides == body + 3584 + 1, "a head of one number with a bias in place of the vocabulary's"
     numbers = of.parameters.count + of.trained_besides
-    assert estimate(of).trainer == 16 * numbers + 512, "weight, gradient, AdamW's two, and 64 frequencies, twice"
+    assert trainer_bytes(of) == 16 * numbers + 512, "weight, gradient, AdamW's two, and 64 frequencies, twice"
     of_a_layer = 2 * (6 * 3584 + 4 * 3584 + 4 * 512 + 4 * 18944) + 8 * 3584
     inputs, autocast = 28 * 3584 * 2, 2 * of.parameters.count
     assert activation_bytes(of, on_gpu=True) == 8 * 1024 * (inputs + of_a_layer) + autocast
@@ -151,8 +151,8 @@ def test_policy_and_critic_of_7b_are_what_their_sizes_come_to() -> None:
 def test_the_table_of_7b_with_a_critic_is_what_a_dry_run_says(gpus: int, fits: bool) -> None:
     page = (Path(__file__).parents[3] / "docs" / "ppo.md").read_text()
     of = seven_billion_with_critic(gpus)
-    held, activations = estimate(of).trainer, activation_bytes(of, on_gpu=True) or 0
-    beside = 0 if of.published_in_host_memory else estimate(of).published
+    held, activations = trainer_bytes(of), activation_bytes(of, on_gpu=True) or 0
+    beside = 0 if of.published_in_host_memory else published_bytes(of)
     figures = [held / gpus, beside, activations, held / gpus + beside + activations]
     row = " | ".join([str(gpus), *(f"{figure / GB:.1f} GB" for figure in figures), "yes" if fits else "no"])
     assert f"| {row} |" in page
@@ -189,7 +189,7 @@ def test_the_recipe_of_7b_has_what_a_dry_run_says(plan: str) -> None:
     assert trainer_fit(of, 80 * GB).fits and worker_fit(of, 80 * GB).fits
     held = [f"{need_of(of, on_gpu=True) / GB:.1f} GB"]
     if of.published_in_host_memory:
-        held.append(f"{estimate(of).published / GB:.1f} GB of the host's memory")
+        held.append(f"{published_bytes(of) / GB:.1f} GB of the host's memory")
     if "the same" not in row:
         found = re.match(r"([\d,]+) tokens .*: ([\d,]+) of", worker_fit(of, 80 * GB).text)
         assert found is not None

@@ -9,7 +9,7 @@ import psutil
 from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
 from async_grpo.checks.doctor.gpu import driver
 from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_trainer
-from async_grpo.checks.plan.memory import best_change, best_generation_change, estimate, trainer_fit, worker_fit
+from async_grpo.checks.plan.memory import best_change, more_for_workers, server_bytes, trainer_fit, worker_fit
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import counted, size
 from async_grpo.rundir.plan import RunPlan
@@ -19,8 +19,7 @@ from async_grpo.setup.grpo_config.batch import Batch, misfit, possible_generatio
 from async_grpo.setup.setup_file import check_setup_file
 
 TIMEOUT_S = 600.0
-_ALONE = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
-_NOWHERE = "Do what the message says; one process would refuse it as well."
+_INSTEAD = "Do what the message says, or train in one process, as TRL does: `async-grpo train FILE --device 0`."
 
 
 def setup_file(asked: Asked) -> Iterator[Finding]:
@@ -53,7 +52,7 @@ def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> 
         return
     yield _trainer(facts)
     if look.error:
-        yield error("distributed", look.error, _ALONE if look.runs_alone else _NOWHERE)
+        yield error("distributed", look.error, _INSTEAD)
     yield _batch(facts.batch)
     yield _lengths(facts)
     yield _memory(facts, gpus, memory)
@@ -98,7 +97,7 @@ def _lengths(facts: TrainerFacts) -> Finding:
 
 
 def _memory(facts: TrainerFacts, gpus: int, available: int) -> Finding:
-    need = estimate(facts).server
+    need = server_bytes(facts)
     found = f"the server takes {size(need)} before activations"
     if not gpus and need > available:
         fix = "A smaller model, LoRA, or an 8-bit optimizer."
@@ -136,10 +135,11 @@ def _complaints(facts: TrainerFacts, gpus: int) -> Iterator[Finding]:
 
 def _fit(facts: TrainerFacts, gpu_memory: int) -> Iterator[Finding]:
     """Judge a server and a worker on GPUs of their own."""
-    changes = best_change(facts), best_generation_change(facts, gpu_memory)
-    for answer, change in zip((trainer_fit(facts, gpu_memory), worker_fit(facts, gpu_memory)), changes, strict=True):
-        help_ = change.text if change else "a smaller model, or a shorter max_completion_length"
-        if answer.fits:
-            yield ok(answer.subject, answer.text)
-        else:
-            yield warning(answer.subject, answer.text, f"What helps most: {help_}.")
+    change = best_change(facts)
+    fits = {
+        trainer_fit(facts, gpu_memory): change.text if change else "",
+        worker_fit(facts, gpu_memory): more_for_workers(facts, gpu_memory),
+    }
+    for answer, helps in fits.items():
+        fix = f"What helps most: {helps or 'a smaller model, or a shorter max_completion_length'}."
+        yield ok(answer.subject, answer.text) if answer.fits else warning(answer.subject, answer.text, fix)

@@ -68,8 +68,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             _check_alone(trainer, question)
     except AsyncGRPOError as error:
         batch = error.batch if isinstance(error, BatchError) else None
-        alone = facts is not None and _has_what_it_needs(trainer)
-        return asdict(Look(facts=facts, error=str(error), exit_code=error.exit_code, batch=batch, runs_alone=alone))
+        return asdict(Look(facts=facts, error=str(error), exit_code=error.exit_code, batch=batch))
     return asdict(Look(facts=facts))
 
 
@@ -97,15 +96,6 @@ def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
     if question.serves:
         args = trainer.args
         refuse_own_server(use_vllm=wants_vllm(trainer), mode=args.vllm_mode, base_url=args.vllm_server_base_url)
-
-
-def _has_what_it_needs(trainer: GRPOTrainer) -> bool:
-    """Whether the reward functions can be called here: if not, one process refuses the trainer as well."""
-    try:
-        check_needs(trainer)
-    except AsyncGRPOError:
-        return False
-    return True
 
 
 def _change_arguments(ranks: AccelerateConfig | None) -> None:

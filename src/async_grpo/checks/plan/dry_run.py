@@ -10,13 +10,16 @@ from pathlib import Path
 
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.checks.plan.memory import (
-    MemoryEstimate,
     copies_frozen,
-    estimate,
     fit_rows,
     frozen_bytes,
+    published_bytes,
+    server_bytes,
     size_rows,
+    trainer_bytes,
+    trainer_parts,
     version_bytes,
+    weight_bytes,
 )
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import threads as threads_of
@@ -70,7 +73,7 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
         does = "continues the run" if has_begun(run_dir) else "begins a run"
         run_directory = [("run directory", f"{run_dir}: {does} in it")]
     facts = _look(question)
-    memory, on = estimate(facts), _device(question.plan.master_device)
+    on = _device(question.plan.master_device)
     engine = "vLLM" if facts.use_vllm else "transformers"
     generator = "a vLLM server that this run starts" if question.serves else f"{engine}, in this process"
     _print(
@@ -80,8 +83,7 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
         ("processes", f"this one alone, on {on}: plain TRL"),
         ("generator", f"{generator}; {_sampling(facts)}"),
         *_batch_rows(facts),
-        ("memory", f"{size(memory.trainer)} on {on}: {_parts(memory)}"),
-        ("", f"  (optimizer state of {memory.optimizer_note})"),
+        ("memory", f"{size(trainer_bytes(facts))} on {on}: {_parts(facts)}"),
         *size_rows(facts, on_gpu=question.plan.master_device != CPU or gpu_memory is not None),
         ("", _not_counted(facts)),
         *(fit_rows(facts, gpu_memory) if gpu_memory is not None else ()),
@@ -191,20 +193,18 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     master, workers = plan.master_device, plan.worker_devices
     if master == CPU:  # its memory is the host's
         facts = replace(facts, published_in_host_memory=False)
-    memory = estimate(facts)
-    place = " in host memory" if memory.published_in_host_memory else ""
-    yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
-    yield "", f"  {_parts(memory)}, published for the workers{place} {size(memory.published)} ({_slots(facts)})"
-    yield "", f"  (optimizer state of {memory.optimizer_note})"
+    place, own = " in host memory" if facts.published_in_host_memory else "", size(weight_bytes(facts.parameters))
+    yield "memory", f"server, on {_device(master)}: {size(server_bytes(facts))}"
+    yield "", f"  {_parts(facts)}, published for the workers{place} {size(published_bytes(facts))} ({_slots(facts)})"
     sharing = _sharing(facts, plan)
     if sharing:
-        starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
+        starting = f"no weights of their own, but {own} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
     if plan.launch.ray is not None:
         copies = size(COPIES_ON_A_NODE * version_bytes(facts) + frozen_bytes(facts))
         yield "", f"each other machine: {copies} of the host for a copy of the weights and 3 versions"
     for device in sorted({device for device in workers if device != master or not sharing}):
-        yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
+        yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {own} each"
     yield from size_rows(facts, on_gpu=master != CPU)
     yield "", _not_counted(facts)
     if facts.batch.processes > 1:
@@ -242,12 +242,8 @@ def _slots(facts: TrainerFacts) -> str:
     return f"{versions}; {size(frozen)} do not train, {own}" if frozen else versions
 
 
-def _parts(memory: MemoryEstimate) -> str:
-    reference = f", reference model {size(memory.reference)}" if memory.reference else ""
-    critic = f", critic with its optimizer {size(memory.critic)}" if memory.critic else ""
-    tasks = f", gradients of each task {size(memory.task_gradients)}" if memory.task_gradients else ""
-    held = f"gradients {size(memory.gradients)}{tasks}, optimizer {size(memory.optimizer)}{critic}"
-    return f"weights {size(memory.weights)}{reference}, {held}"
+def _parts(facts: TrainerFacts) -> str:
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in trainer_parts(facts).items() if nbytes)
 
 
 def _device(device: str) -> str:

@@ -125,7 +125,6 @@ class Look:
     error: str = ""  # a real start would refuse with this text
     exit_code: int = 0  # and this code
     batch: Batch | None = None  # of a configuration that TRL refused
-    runs_alone: bool = True  # in one process, where a distributed run is refused
 
 
 class RefusedError(AsyncGRPOError):

@@ -8,7 +8,7 @@ run have all their numbers from here. `scripts/memory_peaks.py` compares them wi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from async_grpo.checks.plan.facts import Parameters, Shape, TrainerFacts
@@ -21,79 +21,59 @@ _HALF = 2  # bytes of a number in bf16 or fp16
 _LORA_RANK = 16
 _CRITIC = 4 * 4  # bytes a number: weight, gradient and AdamW's two, in fp32
 
-_IN_8_BIT = (2 * (1 + 4 / 256), "2 numbers a parameter in 1 byte")  # 256 numbers share one scale of four bytes
-_AS_WEIGHTS = (None, "2 numbers a parameter")
-_OPTIMIZERS: dict[str, tuple[float | None, str]] = {
-    "adamw_torch": _AS_WEIGHTS,
-    "adamw_torch_fused": _AS_WEIGHTS,
-    "paged_adamw_32bit": (8, "2 numbers a parameter in 4 bytes"),
-    "adamw_bnb_8bit": _IN_8_BIT,
-    "adamw_8bit": _IN_8_BIT,
-    "paged_adamw_8bit": _IN_8_BIT,
-    "adafactor": (0, "a row and a column of each matrix, not counted"),
-    "sgd": (0, "no state"),
+_IN_8_BIT = 2 * (1 + 4 / 256)  # 256 numbers share one scale of four bytes
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), _IN_8_BIT),
+    "paged_adamw_32bit": 8,
+    "adafactor": 0,  # a row and a column of each matrix are not counted
+    "sgd": 0,
 }
-"""Bytes of state for each trained number, in words; the common ones. None: two numbers of the parameter's own type."""
+"""Bytes of state for each trained number. Of all others: two numbers of the parameter's own type, as AdamW has."""
 
 
 # --- what is held
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes, before activations. Keys and values depend on lengths that are not known before: they are not in it."""
-
-    weights: int  # with buffers
-    reference: int
-    gradients: int
-    optimizer: int
-    optimizer_note: str  # how it was counted
-    critic: int  # its weights, gradients and optimizer state
-    task_gradients: int  # of each task by itself
-    published: int  # for all readers, beyond what the model itself uses of it
-    published_in_host_memory: bool  # though the model is on a GPU
-    worker_own: int  # of a worker that cannot map the server's memory, or has not yet
-
-    @property
-    def server(self) -> int:
-        """Bytes on its device."""
-        return self.trainer + (0 if self.published_in_host_memory else self.published)
-
-    @property
-    def trainer(self) -> int:
-        return sum((self.weights, self.reference, self.gradients, self.task_gradients, self.optimizer, self.critic))
-
-
-def estimate(facts: TrainerFacts) -> MemoryEstimate:
-    """Count what the server holds, and what each worker holds in addition."""
+def trainer_parts(facts: TrainerFacts) -> dict[str, int]:
+    """Bytes of the trainer by what they are, before activations."""
     parameters = facts.parameters
-    optimizer, note = optimizer_bytes(parameters, facts.optimizer)
-    weights = parameters.nbytes + parameters.buffer_bytes
-    return MemoryEstimate(
-        weights=weights,
-        reference=facts.reference_bytes,
-        gradients=parameters.trained_bytes,
-        optimizer=optimizer,
-        optimizer_note=f"{facts.optimizer}: {note}",
-        critic=_CRITIC * facts.trained_besides,
-        task_gradients=facts.gradients_besides * parameters.trained_bytes,
-        published=facts.slots * version_bytes(facts) + (frozen_bytes(facts) if copies_frozen(facts) else 0),
-        published_in_host_memory=facts.published_in_host_memory,
-        worker_own=weights,
-    )
+    return {
+        "weights": weight_bytes(parameters),
+        "reference model": facts.reference_bytes,
+        "gradients": parameters.trained_bytes,
+        "gradients of each task": facts.gradients_besides * parameters.trained_bytes,
+        "optimizer": optimizer_bytes(parameters, facts.optimizer),
+        "critic with its optimizer": _CRITIC * facts.trained_besides,
+    }
 
 
-def optimizer_bytes(parameters: Parameters, optimizer: str) -> tuple[int, str]:
-    """Count the optimizer's state, and say how."""
-    unknown = (None, "not known here, counted as AdamW's two numbers a parameter")
-    each, note = _OPTIMIZERS.get(optimizer, unknown)
-    return 2 * parameters.trained_bytes if each is None else int(each * parameters.trained), note
+def trainer_bytes(facts: TrainerFacts) -> int:
+    return sum(trainer_parts(facts).values())
+
+
+def server_bytes(facts: TrainerFacts) -> int:
+    """Bytes on the server's device, before activations."""
+    return trainer_bytes(facts) + (0 if facts.published_in_host_memory else published_bytes(facts))
+
+
+def weight_bytes(parameters: Parameters) -> int:
+    """Bytes of the weights with their buffers. A worker that cannot map the server's, or has not yet, has as many."""
+    return parameters.nbytes + parameters.buffer_bytes
+
+
+def optimizer_bytes(parameters: Parameters, optimizer: str) -> int:
+    each = _OPTIMIZERS.get(optimizer)
+    return 2 * parameters.trained_bytes if each is None else int(each * parameters.trained)
 
 
 def trained_bytes(parameters: Parameters, optimizer: str) -> int:
     """Bytes of a model that is trained: weights with buffers, gradients, and the optimizer's state."""
-    state, _ = optimizer_bytes(parameters, optimizer)
-    return parameters.nbytes + parameters.buffer_bytes + parameters.trained_bytes + state
+    return weight_bytes(parameters) + parameters.trained_bytes + optimizer_bytes(parameters, optimizer)
+
+
+def published_bytes(facts: TrainerFacts) -> int:
+    """Bytes of all published versions, beyond what the model itself uses of them."""
+    return facts.slots * version_bytes(facts) + (frozen_bytes(facts) if copies_frozen(facts) else 0)
 
 
 def version_bytes(facts: TrainerFacts) -> int:
@@ -117,10 +97,9 @@ def copies_frozen(facts: TrainerFacts) -> bool:
 
 def need_of(facts: TrainerFacts, *, on_gpu: bool, published: bool = True) -> int:
     """Bytes of one process of the trainer, with activations where the model's shape is known."""
-    held = estimate(facts)
-    here = published and not held.published_in_host_memory
+    here = published and not facts.published_in_host_memory
     activations = activation_bytes(facts, on_gpu=on_gpu) or 0
-    return held.trainer // facts.sharded_over + (held.published if here else 0) + activations
+    return trainer_bytes(facts) // facts.sharded_over + (published_bytes(facts) if here else 0) + activations
 
 
 # --- what a pass and a token take
@@ -239,8 +218,8 @@ def fit_rows(
     change = best_change(facts, published=published)
     if change is not None:
         yield "helps most", f"{change.text}: {size(change.saved)} less for the trainer"
-    if elsewhere and (more := best_generation_change(facts, gpu_memory)) is not None:
-        yield "", f"{more.text}: {size(more.saved)} more for keys and values"
+    if elsewhere and (more := more_for_workers(facts, gpu_memory)):
+        yield "", more
 
 
 def trainer_fit(facts: TrainerFacts, gpu_memory: int, *, published: bool = True) -> Fit:
@@ -259,7 +238,7 @@ def worker_fit(facts: TrainerFacts, gpu_memory: int, *, workers: int = 1, at_mos
     room, named = share * gpu_memory, f"{setting}{share:g} of {size(gpu_memory)}"
     if at_most is not None and at_most < room:
         room, named = at_most, f"what the trainer leaves of {USABLE:g} of {size(gpu_memory)}"
-    return _generation(facts, room - workers * estimate(facts).worker_own, named)
+    return _generation(facts, room - workers * weight_bytes(facts.parameters), named)
 
 
 def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
@@ -274,12 +253,14 @@ def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
     return Fit("workers fit", f"{room}: {tokens // sequence:,} of {sequence:,} at a time", True)
 
 
-def best_generation_change(facts: TrainerFacts, gpu_memory: int) -> Change | None:
-    """The change that gives keys and values the most room; None where nothing short of another model does."""
-    if facts.vllm_share is not None and facts.vllm_share < USABLE:
-        more = int((USABLE - facts.vllm_share) * gpu_memory)
-        return Change(f"vllm_gpu_memory_utilization={USABLE:g} where the trainer is on another GPU", more)
-    return None
+def more_for_workers(facts: TrainerFacts, gpu_memory: int) -> str:
+    """What gives keys and values more room, in words; empty where nothing short of another model does."""
+    if facts.vllm_share is None or facts.vllm_share >= USABLE:
+        return ""
+    more = size(int((USABLE - facts.vllm_share) * gpu_memory))
+    return (
+        f"vllm_gpu_memory_utilization={USABLE:g} where the trainer is on another GPU: {more} more for keys and values"
+    )
 
 
 def best_change(facts: TrainerFacts, *, published: bool = True) -> Change | None:
