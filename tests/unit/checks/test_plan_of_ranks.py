@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_grpo.archive import output_dir
-from async_grpo.checks.plan import describe
+from async_grpo.checks.plan import facts
 from async_grpo.checks.plan.facts import Question
 from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.paths import STOPPED, RunDir, RunState
@@ -25,8 +25,8 @@ FILES = {
 }
 
 
-def ranks(name: str | None) -> AccelerateConfig | None:
-    return None if name is None else AccelerateConfig.read(EXAMPLES / f"{name}.yaml")
+def ranks(name: str | None) -> AccelerateConfig:
+    return AccelerateConfig() if name is None else AccelerateConfig.read(EXAMPLES / f"{name}.yaml")
 
 
 def trainer(**args: Any) -> Any:
@@ -63,16 +63,15 @@ def test_a_resume_of_another_kind_of_sharding_is_refused(
     monkeypatch.setattr(checkpoints, "refuse_another_model", lambda *given: None)
     question = Question(plan=planned(tmp_path / "c.py", resume=True), run_dir=tmp_path / "run")
     if sentence is None:
-        assert describe._checkpoints(trainer(), question, ranks(now))["resumes_from"] == str(checkpoint)
+        assert facts._checkpoints(trainer(), question, ranks(now))["resumes_from"] == str(checkpoint)
         return
     with pytest.raises(UnsupportedError, match=sentence):
-        describe._checkpoints(trainer(), question, ranks(now))
+        facts._checkpoints(trainer(), question, ranks(now))
 
 
 @pytest.mark.parametrize(("name", "over"), [("ddp", 1), ("fsdp2", 2), ("zero3", 2)])
 def test_over_how_many_processes_the_weights_are_shared(name: str, over: int) -> None:
-    named = ranks(name)
-    assert named is not None and named.sharded_over == over
+    assert ranks(name).sharded_over == over
 
 
 def test_fsdp_of_version_1_is_refused_where_nothing_else_says_2(tmp_path: Path) -> None:
@@ -80,7 +79,5 @@ def test_fsdp_of_version_1_is_refused_where_nothing_else_says_2(tmp_path: Path) 
     (tmp_path / "fsdp1.yaml").write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
     first = AccelerateConfig.read(tmp_path / "fsdp1.yaml")
     with pytest.raises(UnsupportedError, match="FSDP of version 1 cannot run distributed"):
-        describe._refuse_first_fsdp(first, trainer())
-    named = ranks("fsdp2")
-    assert named is not None
-    describe._refuse_first_fsdp(named, trainer())
+        facts._refuse_first_fsdp(first, trainer())
+    facts._refuse_first_fsdp(ranks("fsdp2"), trainer())

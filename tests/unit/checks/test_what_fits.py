@@ -107,7 +107,7 @@ def policy_and_critic_of_7b() -> tuple[Parameters, Shape | None, int]:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from async_grpo.checks.plan.describe import parameters_of, shape_of
+    from async_grpo.checks.plan.facts import parameters_of, shape_of
     from async_grpo.credit import critic
 
     sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
