@@ -13,6 +13,7 @@ from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from plans import planned
 
 pytestmark = pytest.mark.integration
+LOGGING = ("--set", "log_completions=true")  # with which TRL makes a folder for them
 
 
 def everything(root: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -26,14 +27,14 @@ def everything(root: Path) -> dict[str, tuple[int, int, bytes]]:
 
 def test_a_dry_run_tells_the_plan_and_leaves_everything_byte_for_byte(tmp_path: Path) -> None:
     setup = tmp_path / "setup.py"
-    setup.write_text("from neighbour import get_trainer")
+    setup.write_text("import sys\nassert 'trl' not in sys.modules\nfrom neighbour import get_trainer")
     (tmp_path / "neighbour.py").write_bytes(SETUP.read_bytes())
     run_dir = tmp_path / "worker"
     run_dir.mkdir(mode=0o700)
     (run_dir / "log_worker_1.txt").write_text("of an older run\n")
     RunDir(run_dir).write_state(RunState(run_id="0123456789ab", state=FINISHED, started="then", plan=planned(), step=3))
     before = everything(tmp_path)
-    with command("train", str(setup), "-n", "2", "--steps", "40", "--dry-run", cwd=tmp_path) as run:
+    with command("train", str(setup), "-n", "2", "--steps", "40", "--dry-run", *LOGGING, cwd=tmp_path) as run:
         assert run.wait() == 0, run.output
         text = run.output
     assert everything(tmp_path) == before

@@ -22,7 +22,7 @@ from async_grpo.rollout.policy import PolicyWeights, without_weights
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
 from async_grpo.setup.setup_file import load_trainer
-from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
+from async_grpo.setup.worker_build import built_for_a_worker, built_to_describe
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
 from fake_cuda import Knobs, install
 
@@ -72,7 +72,7 @@ def test_a_worker_that_leaves_the_engine_to_its_process_is_built_like_any_other(
     assert wants_vllm(trainer) and trainer.args.beta == 0.1
 
 
-@pytest.mark.parametrize("block", [lambda: built_for_a_worker(1), nothing_on_the_hub], ids=["worker", "dry run"])
+@pytest.mark.parametrize("block", [lambda: built_for_a_worker(1), built_to_describe], ids=["worker", "dry run"])
 def test_the_hub_is_the_servers_alone(block: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(grpo_trainer, "create_repo", lambda repo, **_: made.append(repo))

@@ -82,7 +82,7 @@ def load_trainer(
     path: Path,
     *,
     engine_here: bool = True,
-    hub_here: bool = True,
+    to_describe: bool = False,
     worker_of: int | None = None,
     policy_on_cpu: bool = False,
     alone: AbstractContextManager[None] | None = None,
@@ -94,7 +94,7 @@ def load_trainer(
 
     Args:
         engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
-        hub_here: let it make repositories on the Hub and upload to them.
+        to_describe: it will not be trained, so it makes neither repositories on the Hub nor folders.
         worker_of: the trainer only samples and scores, for one of that many processes.
         policy_on_cpu: and its model is not to take room on the GPU yet.
         alone: entered while `get_trainer()` runs.
@@ -115,7 +115,7 @@ def load_trainer(
             path,
             alone or nullcontext(),
             engine_here=engine_here,
-            hub_here=hub_here,
+            to_describe=to_describe,
             worker_of=worker_of,
             policy_on_cpu=policy_on_cpu,
         )
@@ -153,7 +153,7 @@ def _built(
     alone: AbstractContextManager[None],
     *,
     engine_here: bool,
-    hub_here: bool,
+    to_describe: bool,
     worker_of: int | None,
     policy_on_cpu: bool,
 ) -> Any:
@@ -165,7 +165,7 @@ def _built(
     if not callable(get_trainer):
         raise SetupFileError(f"get_trainer in {path} is not a function but {type(get_trainer).__name__}.")
     from async_grpo.setup.generator_choice import engines_left_to_workers
-    from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
+    from async_grpo.setup.worker_build import built_for_a_worker, built_to_describe
 
     try:
         with ExitStack() as changed:
@@ -174,8 +174,8 @@ def _built(
                 changed.enter_context(engines_left_to_workers())
             if worker_of is not None:
                 changed.enter_context(built_for_a_worker(worker_of, policy_on_cpu=policy_on_cpu))
-            elif not hub_here:
-                changed.enter_context(nothing_on_the_hub())
+            elif to_describe:
+                changed.enter_context(built_to_describe())
             logger.info(
                 "{} is imported ({:.0f} s); get_trainer() loads model and data", path.name, time.monotonic() - began
             )

@@ -19,9 +19,9 @@ _COPIED = {"beta"}  # what the trainer has as its own, too: the user's code may 
 
 
 @contextmanager
-def nothing_on_the_hub() -> Iterator[None]:
-    """Inside this block, a `GRPOTrainer` makes no repository on the Hub and uploads nothing."""
-    with _built_with(lambda given: _OFF_THE_HUB):
+def built_to_describe() -> Iterator[None]:
+    """Inside this block, a `GRPOTrainer` makes no repository on the Hub and no folder in its `output_dir`."""
+    with _built_with(lambda given: {**_OFF_THE_HUB, "log_completions": False}):
         yield
 
 

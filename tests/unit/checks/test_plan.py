@@ -304,7 +304,7 @@ def test_the_plan_of_gpus(
         "weights 2.0 MB, gradients 2.0 MB, optimizer 4.0 MB, published for the workers 6.0 MB (3 versions of 2.0 MB)",
         beside_the_server,
         "2 workers on GPU 1: 2.0 MB each",
-        "not counted: activations",
+        "not counted in the memory above: activations",
         "Nothing was started",
     ):
         assert expected in text, expected

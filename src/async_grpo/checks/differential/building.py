@@ -18,6 +18,7 @@ FACTS, OUTPUT, RUN = "facts.json", "output", "run"  # in the scratch folder
 _CONFIG = {
     "report_to": "none",
     "push_to_hub": "False",
+    "log_completions_hub_repo": "none",
     "eval_strategy": "no",
     "eval_on_start": "False",
     "load_best_model_at_end": "False",

@@ -32,9 +32,7 @@ def train(question: dict[str, Any]) -> None:
     scratch = Path(options.scratch)
     hold_to_device(options.device, os.environ)
     make_deterministic()
-    trainer = user_trainer(
-        options, scratch / OUTPUT / PLAIN, engine_here=False, hub_here=False, steps=STEPS, seed=options.seed
-    )
+    trainer = user_trainer(options, scratch / OUTPUT / PLAIN, engine_here=False, steps=STEPS, seed=options.seed)
     from async_grpo.checks.differential.recorder import TrainingRecorder
 
     notes, made, functions = Notes(scratch, PLAIN), notes_of(scratch, WORKER), [*trainer.reward_funcs]

@@ -38,6 +38,7 @@ Rows = Iterator[tuple[str, str]]
 COPIES_ON_A_NODE = 4  # of what trains: its own, and the slots of `nodes.receiving`
 
 _WIDTH = 15
+_NOT_COUNTED = "not counted in the memory above: activations, keys and values; nor what Python and CUDA take themselves"
 
 
 def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -> None:
@@ -85,7 +86,7 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
         *_batch_rows(facts),
         ("memory", f"{size(trainer_bytes(facts))} on {on}: {_parts(facts)}"),
         *size_rows(facts, on_gpu=question.plan.master_device != CPU or gpu_memory is not None),
-        ("", _not_counted(facts)),
+        ("", _NOT_COUNTED),
         *(fit_rows(facts, gpu_memory) if gpu_memory is not None else ()),
     )
 
@@ -206,7 +207,7 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     for device in sorted({device for device in workers if device != master or not sharing}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {own} each"
     yield from size_rows(facts, on_gpu=master != CPU)
-    yield "", _not_counted(facts)
+    yield "", _NOT_COUNTED
     if facts.batch.processes > 1:
         whole = "the server's memory is that of a process with the whole model"
         share = f"each of the {facts.batch.processes} has about its share of weights, gradients and optimizer"
@@ -227,13 +228,6 @@ def _fit_rows(facts: TrainerFacts, plan: RunPlan, gpu_memory: int) -> Rows:
 def _sharing(facts: TrainerFacts, plan: RunPlan) -> int:
     """How many workers have the server's weights for their own; an engine of vLLM has a copy."""
     return plan.workers_sharing if ENGINES[facts.generator].in_place else 0
-
-
-def _not_counted(facts: TrainerFacts) -> str:
-    """Name what the sums above leave out."""
-    if facts.shape is None:
-        return "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
-    return "not counted in the memory above: activations, keys and values; nor what Python and CUDA take themselves"
 
 
 def _slots(facts: TrainerFacts) -> str:

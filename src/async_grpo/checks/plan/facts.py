@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from async_grpo.checks import probe
@@ -33,6 +34,7 @@ from async_grpo.setup.generator_choice import (
     wants_vllm,
 )
 from async_grpo.setup.grpo_config.batch import Batch, BatchError
+from async_grpo.setup.imports import when_imported
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.setup_file import load_trainer
 
@@ -201,14 +203,11 @@ def facts_or_refusal(look: Look) -> TrainerFacts:
 
 
 def _environment(device: str) -> dict[str, str]:
-    env = dict(os.environ)
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    env = {**quiet, **os.environ, "FAST_INFERENCE": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     hold_to_device(device, env)
     if device != CPU:
         env["ACCELERATE_USE_CPU"] = "true"  # the model stays in host memory: a run may be using the GPU's
-    env["FAST_INFERENCE"] = "0"
-    env["PYTHONDONTWRITEBYTECODE"] = "1"
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env.setdefault("TQDM_DISABLE", "1")
     return env
 
 
@@ -226,7 +225,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
         trainer = load_trainer(
             plan.config,
             engine_here=False,
-            hub_here=False,
+            to_describe=True,
             steps=settings.steps,
             seed=settings.seed,
             config_values=settings.set,
@@ -269,10 +268,12 @@ def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
 
 def _change_arguments(processes: int) -> None:
     """In this process, which ends with its answer: make no `output_dir`, and count batches as each rank does."""
-    from transformers import TrainingArguments
 
-    TrainingArguments.should_save = property(lambda self: False)
-    TrainingArguments.world_size = property(lambda self: processes)
+    def change(module: ModuleType) -> None:
+        module.GRPOConfig.should_save = property(lambda self: False)
+        module.GRPOConfig.world_size = property(lambda self: processes)
+
+    when_imported("trl.trainer.grpo_config", change)  # when that is, is for the setup file to say
 
 
 def _layout(ranks: AccelerateConfig, trainer: GRPOTrainer) -> CheckpointLayout:
@@ -434,13 +435,12 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
     from async_grpo.training.checkpoints import check_checkpoint
 
     assert question.run_dir is not None
-    setting, state = trainer.args.output_dir, None
-    if question.plan.training.resume:
-        state = RunDir(question.run_dir).read_state()
-    found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
-    if found and state is not None:
-        check_checkpoint(trainer, state, found, _layout(ranks, trainer), RunDir(question.run_dir))
-    place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
+    setting, run = trainer.args.output_dir, RunDir(question.run_dir)
+    state = run.read_state() if question.plan.training.resume else None
+    found = output_dir.find_checkpoint(setting, state, question.run_dir) if state else None
+    if found and state:
+        check_checkpoint(trainer, state, found, _layout(ranks, trainer), run)
+    place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state else ""
     output_dir.refuse_another_runs(place, run_id, question.run_dir)
     return {
         "output_dir": str(place),
