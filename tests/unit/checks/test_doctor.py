@@ -81,9 +81,9 @@ def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("free", "level"), [(50_000_000, "error"), (GB, "warning"), (50 * GB, "ok")])
 def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
-    disk = SimpleNamespace(f_bavail=free, f_frsize=1, f_files=1000, f_favail=100)
+    disk = SimpleNamespace(f_bavail=free, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda path: disk)
-    assert levels(machine.room(Asked(tmp_path))) == {"disk": level, "files on disk": "warning"}
+    assert levels(machine.room(Asked(tmp_path))) == {"disk": level}
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
@@ -110,8 +110,7 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_switch_nothing_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    [found] = machine.sandbox(HERE)
-    assert (found.level, found.found) == (Level.OK, f"programs that a model wrote are not run: {SWITCH} is not 1")
+    assert [*machine.sandbox(HERE)] == []
 
 
 def test_without_bubblewrap_the_switch_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -141,11 +140,9 @@ def test_a_python_that_the_tests_do_not_run_on_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.14.1")
     found = only(packages.packages(HERE), "Python")
     assert found.level is Level.WARNING and "3.14.1; no tests run on it, and all tests on 3.11" in found.found
-    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.13.2")
-    found = only(packages.packages(HERE), "Python")
-    assert found.level is Level.OK and "3.13.2; the unit tests run on it, and all tests on 3.11" in found.found
-    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.9")
-    assert "Python" not in levels(packages.packages(HERE))
+    for tested in ("3.13.2", "3.11.9"):
+        monkeypatch.setattr(packages.platform, "python_version", lambda tested=tested: tested)
+        assert "Python" not in levels(packages.packages(HERE))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/versions.md"])

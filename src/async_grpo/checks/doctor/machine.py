@@ -17,7 +17,6 @@ from async_grpo.rundir.folders import check_place, nearest_existing
 LITTLE_MEMORY = 2_000_000_000  # a server and a worker take about 1 GB before there is a model
 LITTLE_ROOM = 5_000_000_000
 NO_ROOM = 100_000_000
-FEW_FILES_LEFT = 20_000  # an archive keeps 10,000 groups
 
 
 def memory(asked: Asked) -> Iterator[Finding]:
@@ -40,7 +39,7 @@ def memory(asked: Asked) -> Iterator[Finding]:
 
 
 def room(asked: Asked) -> Iterator[Finding]:
-    """Judge the bytes and files that the disk of the run directory has left."""
+    """Judge the bytes that the disk of the run directory has left."""
     disk = os.statvfs(nearest_existing(asked.run_dir))
     free = disk.f_bavail * disk.f_frsize
     found = f"{size(free)} free where {asked.run_dir} is"
@@ -50,9 +49,6 @@ def room(asked: Asked) -> Iterator[Finding]:
         yield warning("disk", found, "Free some space, or keep less: --keep-done 1GB, save_total_limit=2.")
     else:
         yield ok("disk", found)
-    if disk.f_files > 0 and disk.f_favail < FEW_FILES_LEFT:
-        found = f"room for {disk.f_favail} more files; each used group is one"
-        yield warning("files on disk", found, f"Delete files there, or --keep-done {max(1, disk.f_favail // 4)}.")
 
 
 def place(asked: Asked) -> Iterator[Finding]:
@@ -67,9 +63,8 @@ def place(asked: Asked) -> Iterator[Finding]:
 
 
 def sandbox(asked: Asked) -> Iterator[Finding]:
-    """An error only where the run is to execute programs: the switch is set."""
+    """Judge the isolation of programs where the run is to execute some: the switch is set."""
     if os.environ.get(SWITCH) != "1":
-        yield ok("sandbox", f"programs that a model wrote are not run: {SWITCH} is not 1")
         return
     try:
         run_code("pass")

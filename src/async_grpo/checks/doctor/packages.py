@@ -57,9 +57,7 @@ def packages(asked: Asked, version_of: Installed = installed) -> Iterator[Findin
     """
     python = platform.python_version()
     yield ok("async-grpo", f"{__version__} on Python {python}, {platform.system()} {platform.release()}")
-    if (minor := python.rpartition(".")[0]) in UNIT_TESTED_PYTHONS:
-        yield ok("Python", f"{python}; the unit tests run on it, and all tests on {TESTED_PYTHON}")
-    elif minor != TESTED_PYTHON:
+    if python.rpartition(".")[0] not in (TESTED_PYTHON, *UNIT_TESTED_PYTHONS):
         fix = f"If it fails: an environment of Python {TESTED_PYTHON}."
         yield warning("Python", f"{python}; no tests run on it, and all tests on {TESTED_PYTHON}", fix)
     for requirement in needed():

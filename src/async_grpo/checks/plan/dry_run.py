@@ -8,19 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from async_grpo.checks.plan import memory
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
-from async_grpo.checks.plan.memory import (
-    copies_frozen,
-    fit_rows,
-    frozen_bytes,
-    published_bytes,
-    server_bytes,
-    size_rows,
-    trainer_bytes,
-    trainer_parts,
-    version_bytes,
-    weight_bytes,
-)
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import threads as threads_of
 from async_grpo.launch.room import crowding, require_room
@@ -84,10 +73,10 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
         ("processes", f"this one alone, on {on}: plain TRL"),
         ("generator", f"{generator}; {_sampling(facts)}"),
         *_batch_rows(facts),
-        ("memory", f"{size(trainer_bytes(facts))} on {on}: {_parts(facts)}"),
-        *size_rows(facts, on_gpu=question.plan.master_device != CPU or gpu_memory is not None),
+        ("memory", f"{size(memory.trainer_bytes(facts))} on {on}: {_parts(facts)}"),
+        *memory.size_rows(facts, on_gpu=question.plan.master_device != CPU or gpu_memory is not None),
         ("", _NOT_COUNTED),
-        *(fit_rows(facts, gpu_memory) if gpu_memory is not None else ()),
+        *(memory.fit_rows(facts, gpu_memory) if gpu_memory is not None else ()),
     )
 
 
@@ -194,19 +183,20 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     master, workers = plan.master_device, plan.worker_devices
     if master == CPU:  # its memory is the host's
         facts = replace(facts, published_in_host_memory=False)
-    place, own = " in host memory" if facts.published_in_host_memory else "", size(weight_bytes(facts.parameters))
-    yield "memory", f"server, on {_device(master)}: {size(server_bytes(facts))}"
-    yield "", f"  {_parts(facts)}, published for the workers{place} {size(published_bytes(facts))} ({_slots(facts)})"
+    published, own = size(memory.published_bytes(facts)), size(memory.weight_bytes(facts.parameters))
+    place = " in host memory" if facts.published_in_host_memory else ""
+    yield "memory", f"server, on {_device(master)}: {size(memory.server_bytes(facts))}"
+    yield "", f"  {_parts(facts)}, published for the workers{place} {published} ({_slots(facts)})"
     sharing = _sharing(facts, plan)
     if sharing:
         starting = f"no weights of their own, but {own} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
     if plan.launch.ray is not None:
-        copies = size(COPIES_ON_A_NODE * version_bytes(facts) + frozen_bytes(facts))
+        copies = size(COPIES_ON_A_NODE * memory.version_bytes(facts) + memory.frozen_bytes(facts))
         yield "", f"each other machine: {copies} of the host for a copy of the weights and 3 versions"
     for device in sorted({device for device in workers if device != master or not sharing}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {own} each"
-    yield from size_rows(facts, on_gpu=master != CPU)
+    yield from memory.size_rows(facts, on_gpu=master != CPU)
     yield "", _NOT_COUNTED
     if facts.batch.processes > 1:
         whole = "the server's memory is that of a process with the whole model"
@@ -218,11 +208,11 @@ def _fit_rows(facts: TrainerFacts, plan: RunPlan, gpu_memory: int) -> Rows:
     """Devices of a CPU stand for the GPUs of another machine: the workers would be on GPUs of their own."""
     workers, master = plan.worker_devices, plan.master_device
     if master == CPU:
-        return fit_rows(facts, gpu_memory, elsewhere=1)
-    others = [workers.count(device) for device in set(workers) if device != master]
+        return memory.fit_rows(facts, gpu_memory, elsewhere=1)
+    elsewhere = max((workers.count(device) for device in set(workers) if device != master), default=0)
     sharing = _sharing(facts, plan)
-    own_weights = workers.count(master) - sharing if not ENGINES[facts.generator].served else 0
-    return fit_rows(facts, gpu_memory, sharing=sharing, own_weights=own_weights, elsewhere=max(others, default=0))
+    own_weights = 0 if ENGINES[facts.generator].served else workers.count(master) - sharing
+    return memory.fit_rows(facts, gpu_memory, sharing=sharing, own_weights=own_weights, elsewhere=elsewhere)
 
 
 def _sharing(facts: TrainerFacts, plan: RunPlan) -> int:
@@ -231,13 +221,13 @@ def _sharing(facts: TrainerFacts, plan: RunPlan) -> int:
 
 
 def _slots(facts: TrainerFacts) -> str:
-    versions, frozen = f"{facts.slots} versions of {size(version_bytes(facts))}", frozen_bytes(facts)
-    own = "a copy" if copies_frozen(facts) else "which the trainer uses as well: counted there"
+    versions, frozen = f"{facts.slots} versions of {size(memory.version_bytes(facts))}", memory.frozen_bytes(facts)
+    own = "a copy" if memory.copies_frozen(facts) else "which the trainer uses as well: counted there"
     return f"{versions}; {size(frozen)} do not train, {own}" if frozen else versions
 
 
 def _parts(facts: TrainerFacts) -> str:
-    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in trainer_parts(facts).items() if nbytes)
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.trainer_parts(facts).items() if nbytes)
 
 
 def _device(device: str) -> str:
