@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.checks.doctor import checkup, finding, gpu, weights
+from async_grpo.checks.doctor import checkup, finding, gpu
 from async_grpo.checks.doctor.finding import Asked, Level
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def test_driver_torch_cupy_and_devices_are_judged() -> None:
 
 def test_weights_go_from_one_process_to_another_and_arrive_whole() -> None:
     names = [f"cuda:{index}" for index in range(min(2, gpu.driver().visible))]
-    findings = list(weights.weight_sharing(names))
+    findings = list(gpu.weight_sharing(names))
     print("\n" + "\n".join(map(finding.line, findings)))
     assert len(findings) == len(names)
     assert all("every value arrived" in finding.found for finding in findings)

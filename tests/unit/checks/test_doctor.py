@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from test_plan import batch, facts
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, weights
+from async_grpo.checks.doctor import checkup, finding, gpu, machine, setup
 from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, warning
 from async_grpo.checks.doctor.gpu import DriverReport
 from async_grpo.checks.plan.facts import Look, Question
@@ -132,25 +132,25 @@ def test_where_programs_can_be_isolated_all_is_well(monkeypatch: pytest.MonkeyPa
 
 
 def test_this_environment_is_the_tested_one() -> None:
-    assert {"torch", "trl", "transformers", "pytest"} <= packages.tested_set().keys()
-    assert "error" not in levels(packages.packages(HERE)).values()
+    assert {"torch", "trl", "transformers", "pytest"} <= machine.tested_set().keys()
+    assert "error" not in levels(machine.packages(HERE)).values()
 
 
 def test_a_python_that_the_tests_do_not_run_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.14.1")
-    found = only(packages.packages(HERE), "Python")
+    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.14.1")
+    found = only(machine.packages(HERE), "Python")
     assert found.level is Level.WARNING and "3.14.1; no tests run on it, and all tests on 3.11" in found.found
     for tested in ("3.13.2", "3.11.9"):
-        monkeypatch.setattr(packages.platform, "python_version", lambda tested=tested: tested)
-        assert "Python" not in levels(packages.packages(HERE))
+        monkeypatch.setattr(machine.platform, "python_version", lambda tested=tested: tested)
+        assert "Python" not in levels(machine.packages(HERE))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/versions.md"])
 def test_each_page_says_the_same_of_python(page: str) -> None:
     text = " ".join((ROOT / page).read_text().split())
     assert (
-        f"Python 3.11 or newer (tests run on {packages.TESTED_PYTHON}, unit tests also on "
-        f"{' and '.join(packages.UNIT_TESTED_PYTHONS)})" in text
+        f"Python 3.11 or newer (tests run on {machine.TESTED_PYTHON}, unit tests also on "
+        f"{' and '.join(machine.UNIT_TESTED_PYTHONS)})" in text
     )
 
 
@@ -170,8 +170,8 @@ def test_make_says_that_its_environment_has_another_python(tmp_path: Path, asked
 
 def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = [Requirement("trl>=1.15,<1.17"), Requirement("peft>=0.19")]
-    monkeypatch.setattr(packages, "needed", lambda extra="": [] if extra else needs)
-    found = list(packages.packages(HERE, {"trl": "1.14.0", "torch": "2.12.0+cu128"}.get))
+    monkeypatch.setattr(machine, "needed", lambda extra="": [] if extra else needs)
+    found = list(machine.packages(HERE, {"trl": "1.14.0", "torch": "2.12.0+cu128"}.get))
     assert only(found, "trl").level is Level.ERROR and "1.14.0, but trl<1.17,>=1.15" in only(found, "trl").found
     assert only(found, "peft").found.startswith("not installed")
     assert "torch 2.12.0+cu128 (tested: 2.13.0)" in only(found, "versions").found
@@ -184,13 +184,13 @@ def test_every_extra_that_is_asked_for_exists_where_it_is_installed() -> None:
     asked = [*map(Requirement, project["dependencies"])]
     asked += [Requirement(one) for extra in project["optional-dependencies"].values() for one in extra]
     for each in asked:
-        if each.name != "async-grpo" and each.extras and packages.installed(each.name):
+        if each.name != "async-grpo" and each.extras and machine.installed(each.name):
             named = metadata.metadata(each.name).get_all("Provides-Extra") or []
             assert each.extras <= {*named}, each
 
 
 def test_the_pinned_antlr_is_one_that_math_verify_reads_with() -> None:
-    pin = packages.tested_set()["antlr4-python3-runtime"]
+    pin = machine.tested_set()["antlr4-python3-runtime"]
     needs = [Requirement(one) for one in metadata.requires("latex2sympy2_extended") or []]
     [antlr] = [each for each in needs if each.name == "antlr4-python3-runtime" and each.marker is None]
     assert antlr.specifier.contains(pin)
@@ -199,17 +199,17 @@ def test_the_pinned_antlr_is_one_that_math_verify_reads_with() -> None:
 
 
 def test_the_build_of_torch_does_not_matter_to_its_version() -> None:
-    pins = packages.tested_set()
+    pins = machine.tested_set()
     assert (
-        only(packages.packages(HERE, lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level
+        only(machine.packages(HERE, lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level
         is Level.OK
     )
 
 
 def test_engines_are_optional_but_of_the_tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not {*packages.ENGINES} & levels(packages.packages(HERE, lambda name: None)).keys()
-    monkeypatch.setattr(packages, "needed", lambda extra="": [Requirement(f"{extra}==0.32.0")] if extra else [])
-    found = list(packages.packages(HERE, {"vllm": "0.31.0", "unsloth": "0.32.0"}.get))
+    assert not {*machine.ENGINES} & levels(machine.packages(HERE, lambda name: None)).keys()
+    monkeypatch.setattr(machine, "needed", lambda extra="": [Requirement(f"{extra}==0.32.0")] if extra else [])
+    found = list(machine.packages(HERE, {"vllm": "0.31.0", "unsloth": "0.32.0"}.get))
     assert only(found, "vllm").level is Level.WARNING and "unsloth" not in levels(found)
     assert "0.31.0 (tested: vllm==0.32.0)" in only(found, "vllm").found
 
@@ -299,7 +299,7 @@ def test_what_a_process_finds_is_said_and_so_is_its_crash(monkeypatch: pytest.Mo
     failure = probe.ChildFailed("was killed by SIGSEGV", ["Fault"])
     monkeypatch.setattr(gpu, "driver", lambda: DRIVER)
     monkeypatch.setattr(probe, "ask", Mock(side_effect=[[asdict(ok("GPU 0", "H100"))], failure]))
-    monkeypatch.setattr(weights, "weight_sharing", lambda names: [ok("weights", *names)])
+    monkeypatch.setattr(gpu, "weight_sharing", lambda names: [ok("weights", *names)])
     assert [*gpu.torch_and_weights(HERE)] == [ok("GPU 0", "H100"), ok("weights", "cuda:0")]
     [finding] = gpu.torch_and_weights(HERE)
     assert finding.level is Level.ERROR and "killed by SIGSEGV: Fault" in finding.found
@@ -324,20 +324,20 @@ MEASURED = {"memory": "cuda", "read_gbps": 1500.0, "equal": True}
     ("changes", "level"), [({}, Level.OK), ({"equal": False}, Level.ERROR), ({"memory": "posix"}, Level.WARNING)]
 )
 def test_what_a_round_trip_means(changes: dict[str, Any], level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_measure", lambda writer, reader, way: {**MEASURED, **changes})
-    monkeypatch.setattr(weights, "why_unreachable", lambda *_: None)
-    [finding] = weights.weight_sharing(["cuda:0"])
+    monkeypatch.setattr(gpu, "_measure", lambda writer, reader, way: {**MEASURED, **changes})
+    monkeypatch.setattr(gpu, "why_unreachable", lambda *_: None)
+    [finding] = gpu.weight_sharing(["cuda:0"])
     assert finding.level is level
 
 
 def test_a_real_round_trip() -> None:
-    [finding] = weights.weight_sharing(["cpu"])
+    [finding] = gpu.weight_sharing(["cpu"])
     assert finding.level is Level.OK and "by shared host memory: every value arrived" in finding.found
 
 
 def test_a_round_trip_that_fails_is_a_line_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "TIMEOUT_S", 60.0)
-    [finding] = weights.weight_sharing(["nowhere"])
+    monkeypatch.setattr(gpu, "TIMEOUT_S", 60.0)
+    [finding] = gpu.weight_sharing(["nowhere"])
     assert finding.level is Level.ERROR and "nowhere" in finding.found
 
 
@@ -349,9 +349,9 @@ def test_writer_and_reader_see_their_own_gpu_alone_as_server_and_worker_do(monke
         return {"equal": True, "read_gbps": 1.0, "memory": "cuda"}
 
     monkeypatch.setattr(probe, "ask", ask)
-    monkeypatch.setattr(weights, "why_unreachable", lambda *_: None)
+    monkeypatch.setattr(gpu, "why_unreachable", lambda *_: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert [finding.level for finding in weights.weight_sharing(["cuda:0", "cuda:1"])] == [Level.OK] * 2
+    assert [finding.level for finding in gpu.weight_sharing(["cuda:0", "cuda:1"])] == [Level.OK] * 2
     assert [(question["reader_sees"], sees) for question, sees in asked] == [
         ({"CUDA_VISIBLE_DEVICES": "4"}, "4"),
         ({"CUDA_VISIBLE_DEVICES": "5"}, "4"),
@@ -368,8 +368,8 @@ def test_gpus_that_are_no_peers_are_tried_in_the_way_that_a_run_takes(monkeypatc
         return {"equal": True, "read_gbps": 1.0, "memory": "posix"}
 
     monkeypatch.setattr(probe, "ask", ask)
-    monkeypatch.setattr(weights, "why_unreachable", lambda *_: "GPU 1 cannot map memory of GPU 0 (no peers)")
-    for found in weights.weight_sharing(["cuda:0", "cuda:1"]):
+    monkeypatch.setattr(gpu, "why_unreachable", lambda *_: "GPU 1 cannot map memory of GPU 0 (no peers)")
+    for found in gpu.weight_sharing(["cuda:0", "cuda:1"]):
         assert found.level is Level.WARNING, "the server's own GPU is tried as well"
         assert "every value arrived" in found.found and "GPU 1 cannot map memory of GPU 0" in found.found
 

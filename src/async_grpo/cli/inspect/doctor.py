@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from async_grpo.checks.doctor.checkup import exit_code, findings
-    from async_grpo.checks.doctor.finding import Asked, line, verdict
+    from async_grpo.checks.doctor.checkup import findings
+    from async_grpo.checks.doctor.finding import Asked, Level, line, verdict
 
     if args.set and args.config is None:
         raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")
@@ -73,7 +73,7 @@ def _check(args: argparse.Namespace) -> int:
         found.append(finding)
         if not args.json:
             print(line(finding, colour=sys.stdout.isatty()), flush=True)
-    code = exit_code(found)
+    code = int(any(finding.level is Level.ERROR for finding in found))
     if args.json:
         print(json.dumps({"ok": code == 0, "findings": [asdict(finding) for finding in found]}, indent=1))
     else:
