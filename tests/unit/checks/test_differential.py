@@ -518,7 +518,7 @@ def test_a_side_that_fails_is_exit_2_with_its_last_sentence(
     python, file, written = (tmp_path / name for name in ("python", "mine.py", "lines.json"))
     facts = json.dumps(dataclasses.asdict(FACTS))
     fails = f"[ $2 = {module} ] && echo 'ValueError: one short' && exit 3"
-    python.write_text(f"#!/bin/sh\n{fails}\necho '{facts}' > ${{4%/*}}/facts.json\n")
+    python.write_text(f"#!/bin/sh\n{fails}\ncd ${{4%/*}} && echo '{facts}' > new && mv new facts.json\n")
     python.chmod(0o700)
     file.write_text("def get_trainer(): ...\n")
     monkeypatch.setattr(sys, "executable", str(python))

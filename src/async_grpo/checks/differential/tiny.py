@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 from async_grpo.errors import AsyncGRPOError, UnsupportedError
+from async_grpo.setup.replaced import instead
 
 _AT_MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_experts_per_tok", "first_k_dense_replace"), 2),
@@ -34,9 +35,9 @@ def cut_down() -> Iterator[None]:
     from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
-    build, create = GRPOTrainer.__init__, grpo_trainer.create_model_from_path
+    build = GRPOTrainer.__init__
     kinds = [kind for name in ("PreTrainedModel", *_GENERATE) if (kind := getattr(transformers, name, None))]
-    loading = {kind: (kind.from_pretrained, vars(kind).get("from_pretrained")) for kind in kinds}
+    loading = {next(it for it in kind.__mro__ if "from_pretrained" in vars(it)) for kind in kinds}
 
     @wraps(build)
     def build_small(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,18 +45,13 @@ def cut_down() -> Iterator[None]:
             raise UnsupportedError(_QUANTISED)
         build(self, model if isinstance(model, str) else _small_of(model), *args, **kwargs)
 
-    GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build_small, _created
-    for kind, (load, _) in loading.items():
-        kind.from_pretrained = classmethod(partial(_load, load.__func__))
-    try:
+    with ExitStack() as changed:
+        changed.enter_context(instead(GRPOTrainer, __init__=build_small))
+        changed.enter_context(instead(grpo_trainer, create_model_from_path=_created))
+        for kind in loading:
+            small = classmethod(partial(_load, kind.from_pretrained.__func__))
+            changed.enter_context(instead(kind, from_pretrained=small))
         yield
-    finally:
-        GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build, create
-        for kind, (_, own) in loading.items():
-            if own is None:  # it is inherited
-                del kind.from_pretrained
-            else:
-                kind.from_pretrained = own
 
 
 def _created(model_id: str, *_: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
