@@ -158,14 +158,6 @@ class Look:
     batch: Batch | None = None  # of a configuration that TRL refused
 
 
-class RefusedError(AsyncGRPOError):
-    """A real start would refuse with this very text."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """Which trainer to look at, and for what run."""
@@ -194,10 +186,12 @@ def facts_or_refusal(look: Look) -> TrainerFacts:
     """The facts of a trainer that a real start would take.
 
     Raises:
-        RefusedError: with the text and the exit code of the real start.
+        AsyncGRPOError: with the text and the exit code of the real start.
     """
     if look.error:
-        raise RefusedError(look.error, look.exit_code)
+        refusal = AsyncGRPOError(look.error)
+        refusal.exit_code = look.exit_code
+        raise refusal
     assert look.facts is not None
     return look.facts
 
