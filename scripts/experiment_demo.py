@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import graph_of
-from async_grpo_experiments.runner.screen import RUN_LOG
+from async_grpo_experiments.runner.run import RUN_LOG
 from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, RUNNING, Record, read
 from async_grpo_experiments.worlds.star import star_graphs, walks
 from async_grpo_experiments.worlds.tiny import save, small_transformer

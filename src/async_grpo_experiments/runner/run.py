@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shlex
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,8 +17,7 @@ from typing import TypeAlias
 
 from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.formatting import counted
-from async_grpo.launch.screen import live_console
-from async_grpo.rundir.files import write_json
+from async_grpo.rundir.files import LineFile, write_json
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
 from async_grpo_experiments.runner.gpu_use import GpuUse, StageUse
@@ -24,17 +25,34 @@ from async_grpo_experiments.runner.graph import Stage, keys_of, kind_of, stages_
 from async_grpo_experiments.runner.on_disk import OnDisk, state_of
 from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, way_out
 from async_grpo_experiments.runner.priority import chains_left, named
-from async_grpo_experiments.runner.screen import ExperimentLog, ExperimentScreen
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, RUNNING, WAITING, Ledger, Record
-from async_grpo_experiments.slots.packing import Need
-from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.places import Need, Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
+from async_grpo_experiments.slots.screen import QueueScreen, stamped
 from async_grpo_experiments.slots.starter import OpenStarter
 
+NAME, RUN_LOG = "experiment", "run.log"
+COLUMNS = ("job", "state", "running", "took")
 JOB_STATES, MEMORY, SECONDS = "job_states.json", "memory.json", "seconds.json"
 GRACE_S = 15.0
 CommandOf: TypeAlias = Callable[[Path, Stage, str], Sequence[str]]  # folder, stage, token: a command line
+
+
+class ExperimentLog(LineFile):
+    """`run.log` of an experiment."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root / RUN_LOG)
+
+    def say(self, text: str) -> None:
+        """Print a line, and note it."""
+        print(stamped(NAME, text), flush=True)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Write a line to the file alone."""
+        self.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
 
 class ExperimentRun:
@@ -56,10 +74,12 @@ class ExperimentRun:
         self._wanted = wanted
         self._jobs = stages_by_job(graph)
         self._memory = memory
-        self._screen = ExperimentScreen(self.jobs, log.note, live_console(), lambda: self._use.summary())
         self._written = ""
         self._said_idle = self._said_full = False
         self._use = GpuUse([])
+        self._screen = QueueScreen(
+            NAME, COLUMNS, self.jobs, self.line, note=log.note, caption=lambda: self._use.summary()
+        )
 
     def run(self, places: Sequence[Place], command: CommandOf, open_starter: OpenStarter) -> bool:
         """Run all that has not finished; returns whether a stop was asked for."""
@@ -108,6 +128,14 @@ class ExperimentRun:
             seconds = sum(records[stage.name].seconds for stage in own)
             doing = ", ".join(f"{stage.kind} on {records[stage.name].place}" for stage in now)
             yield job.id, state_of(own, done, records), doing, f"{seconds:.0f} s"
+
+    def line(self) -> str:
+        """How many jobs are in which state, and what runs where."""
+        rows = list(self.jobs())
+        known = Counter(state.partition(" ")[0] for _, state, _, _ in rows)
+        running = "; ".join(f"{job}: {doing}" for job, _, doing, _ in rows if doing)
+        counts = ", ".join(f"{count} {state}" for state, count in known.items())
+        return " | ".join(filter(None, [counts, running, self._use.summary()]))
 
     def _settle_ledger(self) -> None:
         """The folders say what is finished; the ledger of a killed runner may say something else.

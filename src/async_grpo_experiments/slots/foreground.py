@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,23 +40,18 @@ def stopped_by_signals(stop: Callable[..., object]) -> ExitStack:
     return before
 
 
-def exit_code(records: Iterable[Record], *, stopped: bool) -> int:
-    """0, 1 if a task failed, or 130 if a stop was asked for and left one undone."""
-    states = {record.state for record in records}
-    if states & {FAILED, BLOCKED}:
-        return 1
-    return STOPPED_CODE if stopped and states - {FINISHED} else 0
-
-
 def conclude(who: str, records: Mapping[str, Record], *, stopped: bool, go_on: str) -> int:
     """Print why tasks failed, with their last words, and which command continues what has not finished.
 
-    Returns the exit code.
+    Returns the exit code: 0, 1 if a task failed, or 130 if a stop was asked for and left one undone.
     """
     for what, record in records.items():
         if record.state == FAILED:
             print(printable(f"[{who}] {what} failed ({record.why}). Its last words:"), file=sys.stderr)
             print(printable(record.last_words or record.why), file=sys.stderr)
-    if any(record.state != FINISHED for record in records.values()):
+    states = {record.state for record in records.values()}
+    if states - {FINISHED}:
         print(f"continue: {program()} {go_on}", flush=True)
-    return exit_code(records.values(), stopped=stopped)
+    if states & {FAILED, BLOCKED}:
+        return 1
+    return STOPPED_CODE if stopped and states - {FINISHED} else 0

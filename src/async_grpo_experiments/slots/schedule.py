@@ -29,8 +29,7 @@ from async_grpo_experiments.slots.ledger import (
     Record,
     born,
 )
-from async_grpo_experiments.slots.packing import Need, Packing
-from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.places import Need, Packing, Place
 from async_grpo_experiments.slots.starter import LOST, LocalStarter, OpenStarter, PlacedChild
 
 OUT_OF_MEMORY = 77  # exit code of a task that says so of itself

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import psutil
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.evals import report
+from async_grpo.formatting import eta
 from async_grpo.roles.plain_trl import PROGRESS, PlainProgress, read_progress
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import TAIL_BYTES
-from async_grpo_experiments.sweeps.plan import ASYNC, Run
+from async_grpo_experiments.slots.gpu_driver import mean_percent
+from async_grpo_experiments.slots.ledger import RUNNING, WAITING, Record
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
+
+COLUMNS = ("seed", "place", "state", "step", "reward", "evaluated reward", "rollouts/s", "use", "ETA")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +53,21 @@ class Curves:
 def progress_of(run: Run) -> Progress:
     """How far it is. A run that cannot be read is `loading`: it may be making its files just now."""
     try:
-        return _distributed(run) if run.sweep.mode == ASYNC else _plain(run)
+        found = _distributed(run) if run.sweep.mode == ASYNC else _plain(run)
+        recent = entries.read(RunDir(run.run_dir).metrics, at_most=TAIL_BYTES)
     except (RunDirError, BadFileError, OSError):
         return Progress(state="loading")
+    newest = {name: value for entry in recent for name, value in entry.items() if is_number(value)}
+    evaluation = newest.get("eval_reward_mean", newest.get("eval_reward"))  # ours, or TRL's own
+    return replace(found, reward=newest.get("reward"), evaluation=evaluation)
 
 
 def _distributed(run: Run) -> Progress:
     view = look(run.run_dir, details=False)
-    recent = entries.read(RunDir(run.run_dir).metrics, at_most=TAIL_BYTES)
     return Progress(
         state=view.state,
         step=view.step,
         total_steps=view.total_steps,
-        reward=_newest(recent, "reward"),
-        evaluation=_newest(recent, "eval_reward_mean"),
         rollouts_per_second=view.rates.rollouts_per_second if view.rates else None,
         eta_s=view.eta_s,
         pids=tuple(one.pid for one in (view.server, *view.workers) if one is not None and one.alive),
@@ -66,16 +75,65 @@ def _distributed(run: Run) -> Progress:
 
 
 def _plain(run: Run) -> Progress:
-    if (found := read_progress(run.run_dir)) is None:
+    found = read_progress(run.run_dir)
+    if found is None:
         return Progress(state="loading")
-    recent = entries.read(RunDir(run.run_dir).metrics, at_most=TAIL_BYTES)
-    return Progress(
-        state=found.state,
-        step=found.step,
-        total_steps=found.total_steps,
-        reward=_newest(recent, "reward"),
-        evaluation=_newest(recent, "eval_reward"),
-    )
+    return Progress(state=found.state, step=found.step, total_steps=found.total_steps)
+
+
+class RunRows:
+    """Rows of `COLUMNS`, one for each run of a sweep."""
+
+    def __init__(self, sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> None:
+        self._runs, self._records = sweep.runs, records
+        self._gpus = {place.name: place.gpus for place in places}
+        self._processes: dict[int, psutil.Process] = {}
+
+    def __call__(self) -> Iterator[tuple[str, ...]]:
+        for run in self._runs:
+            record = self._records.get(run.name, Record(task=run.name, state=WAITING))
+            shown = ("", WAITING) if record.state == WAITING else self._cells(progress_of(run), record)
+            yield (str(run.seed), *shown, *[""] * (len(COLUMNS) - 1 - len(shown)))
+
+    def in_words(self) -> str:
+        """`seed 42: training, step 40/100, reward 0.931, ETA 12 s | seed 1337: waiting`."""
+        return " | ".join(map(_in_words, self()))
+
+    def _cells(self, found: Progress, record: Record) -> tuple[str, ...]:
+        """All but the seed."""
+        running = record.state == RUNNING
+        return (
+            record.place,
+            found.state if running else record.state,
+            f"{found.step}/{found.total_steps}" if found.total_steps else str(found.step),
+            _shown(found.reward, ".3f"),
+            _shown(found.evaluation, ".3f"),
+            _shown(found.rollouts_per_second, ".0f") if running else "",
+            self.use((record.pid, *found.pids), self._gpus.get(record.place, ())) if running else "",
+            eta(found.eta_s) if running and found.eta_s is not None else "",
+        )
+
+    def use(self, pids: Sequence[int], gpus: Sequence[str]) -> str:
+        """`GPU 87%`, or `1.8 cores` of a run without GPUs; empty at the first look."""
+        if gpus:
+            return "" if (mean := mean_percent(gpus)) is None else f"GPU {mean:.0f}%"
+        percent = 0.0
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if pid not in self._processes:
+                    self._processes[pid] = psutil.Process(pid)
+                percent += self._processes[pid].cpu_percent()  # since the look before
+        return f"{percent / 100:.1f} cores" if percent else ""
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _in_words(row: Sequence[str]) -> str:
+    seed, _, state, *others = row
+    parts = [f"{name} {cell}" for name, cell in zip(COLUMNS[3:], others, strict=True) if cell]
+    return f"seed {seed}: {', '.join([state, *parts])}"
 
 
 def unfinished(run: Run) -> str:
@@ -158,7 +216,3 @@ def curves(run: Run) -> Curves:
         sampling=sampling,
         headline=first.pop() if len(first) == 1 else "reward_mean",
     )
-
-
-def _newest(recent: list[entries.Entry], name: str) -> float | None:
-    return next((entry[name] for entry in reversed(recent) if is_number(entry.get(name))), None)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.formatting import counted, printable
-from async_grpo.launch.screen import live_console
 from async_grpo.rundir.folders import make_folder
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
@@ -17,14 +16,14 @@ from async_grpo_experiments.slots.foreground import conclude, held_alone, stoppe
 from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Ledger, Record, end_leftovers, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
+from async_grpo_experiments.slots.screen import QueueScreen
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.agreement import agreement
 from async_grpo_experiments.sweeps.commands import command
 from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, preflight
-from async_grpo_experiments.sweeps.progress import Reason, steps_left, unfinished
+from async_grpo_experiments.sweeps.progress import COLUMNS, Reason, RunRows, steps_left, unfinished
 from async_grpo_experiments.sweeps.report import headline, write_report
-from async_grpo_experiments.sweeps.screen import SweepScreen
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
@@ -63,7 +62,8 @@ def _adopt_finished(sweep: Sweep, ledger: Ledger) -> None:
 
 def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     """Run all that has not finished; returns whether a stop was asked for."""
-    screen = SweepScreen(sweep, ledger.records, found.places, live_console())
+    rows = RunRows(sweep, ledger.records, found.places)
+    screen = QueueScreen("sweep", COLUMNS, rows, rows.in_words)
     tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
     schedule = TaskSchedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
     stopped_by_signals(schedule.stop)
@@ -95,7 +95,7 @@ def _grace_s(sweep: Sweep) -> float:
     return GRACE_S if sweep.mode == ASYNC else PLAIN_GRACE_S
 
 
-def _announce(sweep: Sweep, found: Preflight, screen: SweepScreen) -> None:
+def _announce(sweep: Sweep, found: Preflight, screen: QueueScreen) -> None:
     places = ", ".join(place.name for place in found.places)
     screen.say(
         f"{counted(len(sweep.seeds), 'run')} of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on "

@@ -15,8 +15,7 @@ from async_grpo.errors import UsageError
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.launch.supervisor import Child, Exit, Exits
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Ledger, read
-from async_grpo_experiments.slots.packing import Need, Packing
-from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.places import Need, Packing, Place
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY, PATIENCE, Command, Task, TaskSchedule
 
 

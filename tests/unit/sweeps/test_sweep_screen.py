@@ -15,20 +15,27 @@ from sweep_yard import SweepYard
 from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.sweeps.screen import SweepScreen, Usage, table
+from async_grpo_experiments.slots.screen import QueueScreen
+from async_grpo_experiments.sweeps.plan import Sweep
+from async_grpo_experiments.sweeps.progress import COLUMNS, RunRows
+from patience import until
+
+OF_NOTHING = RunRows(Sweep(setup="", seeds=(), name="x"), {}, [])
+
+
+def screen_of(sweep: Sweep, records: dict[str, Record], *places: Place) -> QueueScreen:
+    rows = RunRows(sweep, records, places)
+    return QueueScreen("sweep", COLUMNS, rows, rows.in_words)
 
 
 def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:
     wanted = yard.sweep(1, 2, 3)
     assert yard.run(yard.sweep(1)) == 0
-    names = [run.name for run in wanted.runs]
-    records = {
-        names[0]: Record(task=names[0], state=RUNNING, place="core0", pid=os.getpid()),
-        names[1]: Record(task=names[1], state=FAILED, place="core1"),
-    }
-    screen = SweepScreen(wanted, records, [Place(name="core0", cores=(0,))])
+    one, two, _ = [run.name for run in wanted.runs]
+    running = Record(task=one, state=RUNNING, place="core0", pid=os.getpid())
+    records = {one: running, two: Record(task=two, state=FAILED, place="core1")}
     drawn = io.StringIO()
-    Console(file=drawn, width=100).print(table(screen.rows()))
+    Console(file=drawn, width=100).print(screen_of(wanted, records, Place(name="core0", cores=(0,))).table())
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in drawn.getvalue().splitlines()]
     rows = {row[0]: row for row in cells if row[0].isdecimal()}
     assert rows["1"][:5] == ["1", "core0", "finished", "5", "0.500"]
@@ -40,23 +47,21 @@ def test_a_line_a_minute_where_there_is_no_terminal(yard: SweepYard, capsys: pyt
     wanted = yard.sweep(1, 2)
     assert yard.run(yard.sweep(1)) == 0
     name = wanted.runs[0].name
-    screen = SweepScreen(wanted, {name: Record(task=name, state="finished")}, [])
+    screen = screen_of(wanted, {name: Record(task=name, state="finished")})
     capsys.readouterr()
     with screen:
         screen.look()
         assert capsys.readouterr().out == ""  # not before a minute is over
         screen._next_look = 0.0
-        screen.look()
-        screen.look()
+        for _ in range(2):
+            screen.look()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("seed 1: finished, step 5, reward 0.500 | seed 2: waiting")
 
 
 def test_cores_are_counted_between_two_looks() -> None:
-    times = iter([0.0, 1e-9])
-    used = Usage(now=lambda: next(times))
-    assert used.of("run", [os.getpid()], ()) == ""
-    assert used.of("run", [os.getpid()], ()).endswith(" cores")
+    assert OF_NOTHING.use([os.getpid()], ()) == ""
+    until(lambda: OF_NOTHING.use([os.getpid()], ()).endswith(" cores"))
 
 
 class FakeDriver:
@@ -64,12 +69,12 @@ class FakeDriver:
 
     class NVMLError(Exception): ...
 
-    def __init__(self, *, there: bool = True) -> None:
+    def __init__(self, *, there: bool) -> None:
         self.there = there
 
     def nvmlInit(self) -> None:
         if not self.there:
-            raise self.NVMLError("no library")
+            raise self.NVMLError
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
         return ["GPU-a", "GPU-b", "GPU-c"][index]
@@ -84,24 +89,19 @@ class FakeDriver:
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus", "shown"),
+    ("visible", "gpus", "shown", "there"),
     [
-        ("GPU-b,GPU-a", ["0"], "GPU 40%"),
-        ("GPU-b,GPU-a", ["0", "1"], "GPU 65%"),
-        ("", ["0", "2"], "GPU 90%"),
-        ("", ["2"], ""),
+        ("GPU-b,GPU-a", ["0"], "GPU 40%", True),
+        ("GPU-b,GPU-a", ["0", "1"], "GPU 65%", True),
+        ("", ["0", "2"], "GPU 90%", True),
+        ("", ["2"], "", True),
+        ("", ["0"], "", False),
     ],
 )
 def test_the_use_of_gpus_comes_from_the_driver(
-    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], shown: str
+    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], shown: str, there: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
-    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver())
-    assert Usage().of("run", (), gpus) == shown
-
-
-def test_without_a_driver_nothing_is_said_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
-    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(there=False))
-    assert Usage().of("run", (), ["0"]) == ""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(there=there))
+    assert OF_NOTHING.use((), gpus) == shown
