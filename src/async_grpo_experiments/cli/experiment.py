@@ -48,9 +48,8 @@ def build_parser() -> Parser:
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.runner import experiment
-    from async_grpo_experiments.runner.composition import composed, place_of_conf, write_conf
     from async_grpo_experiments.runner.config import checked
-    from async_grpo_experiments.runner.config_files import changed, config_of
+    from async_grpo_experiments.runner.config_files import changed, composed, config_of, place_of_conf, write_conf
 
     _refuse_launchers()
     keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
@@ -99,17 +98,17 @@ def _refuse_launchers() -> None:
 
 def _show(root: Path) -> int:
     from async_grpo.rundir.locks import KernelLock
-    from async_grpo_experiments.runner import experiment, on_disk
+    from async_grpo_experiments.runner import experiment, states
     from async_grpo_experiments.runner.config_files import config_of
     from async_grpo_experiments.runner.graph import graph_of, stages_by_job
     from async_grpo_experiments.slots import ledger
 
     config = config_of(root)
-    found, records = on_disk.look(root, config), ledger.read(root / ledger.LEDGER)
+    found, records = states.look(root, config), ledger.read(root / ledger.LEDGER)
     is_run = KernelLock(root / experiment.LOCK).is_held()  # the ledger of a killed runner says what ran then
     rows = []
     for job, stages in stages_by_job(graph_of(config)).items():
-        state = on_disk.state_of(stages, found.done, records)
+        state = states.state_of(stages, found.done, records)
         known = [(stage, records[stage.name]) for stage in stages if stage.name in records]
         running = [stage.kind for stage, record in known if record.state == ledger.RUNNING and is_run]
         why = [found.redo[stage.name] for stage in stages if stage.name in found.redo]

@@ -23,10 +23,10 @@ from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
 from async_grpo_experiments.runner.config_files import write_config
 from async_grpo_experiments.runner.graph import Stage, around, graph_of, kind_of
-from async_grpo_experiments.runner.on_disk import look, move_aside, refuse_changes
 from async_grpo_experiments.runner.peaks import MemoryPeaks, StageForecast
 from async_grpo_experiments.runner.results import write_results
 from async_grpo_experiments.runner.run import GRACE_S, MEMORY, NAME, CommandOf, ExperimentLog, ExperimentRun
+from async_grpo_experiments.runner.states import look, move_aside, refuse_changes
 from async_grpo_experiments.slots import gpu_driver
 from async_grpo_experiments.slots.foreground import conclude, held_alone
 from async_grpo_experiments.slots.ledger import LEDGER, Ledger, end_leftovers, read

@@ -1,4 +1,4 @@
-"""Jobs and their stages: which there are, and which needs which.
+"""Jobs and their stages: which there are, which needs which, and which starts first.
 
 A line is an algorithm on a family and a dataset, with one seed. Round n of a line is a job; its generation needs the
 training of round n − 1 of the same line. The reference of a family on a dataset is also a job, and only evaluates.
@@ -6,8 +6,9 @@ training of round n − 1 of the same line. The reference of a family on a datas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 from async_grpo.errors import UsageError
@@ -160,4 +161,37 @@ def _flat(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, value in tree.items():
         found += _flat(value, f"{before}{name}.") if isinstance(value, dict) else [(f"{before}{name}", value)]
+    return found
+
+
+def estimate_job_priority(job: ExperimentJob, cfg: ExperimentConfig) -> int:
+    """Stages that are left of the job's line from this round on; higher ones start first."""
+    return 1 if not job.algo else 2 * (cfg.rounds_of_training - job.round) + 3
+
+
+def chains_left(graph: Mapping[str, Stage], seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """The longest chain from each stage on, by its name.
+
+    Args:
+        seconds: means of earlier stages, by algorithm and kind; without any, stages count 1 each.
+    """
+    known = sum(seconds.values()) / len(seconds) if seconds else 1.0
+    behind = dict.fromkeys(graph, 0.0)  # what needs a stage comes after it
+    found: dict[str, float] = {}
+    for stage in reversed([*graph.values()]):
+        found[stage.name] = seconds.get((stage.job.algo, stage.kind), known) + behind[stage.name]
+        for need in stage.needs:
+            behind[need] = max(behind[need], found[stage.name])
+    return found
+
+
+def named(name: str) -> Callable[[ExperimentJob, ExperimentConfig], int]:
+    """The function `package.module:function` of `scheduling.priority`. `UsageError` if there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[ExperimentJob, ExperimentConfig], int] = getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"scheduling.priority {name!r} cannot be loaded: {error}. Give package.module:function."
+        ) from error
     return found

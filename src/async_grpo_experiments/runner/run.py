@@ -20,11 +20,9 @@ from async_grpo.formatting import counted
 from async_grpo.rundir.files import LineFile, write_json
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
-from async_grpo_experiments.runner.gpu_use import GpuUse, StageUse
-from async_grpo_experiments.runner.graph import Stage, keys_of, kind_of, stages_by_job
-from async_grpo_experiments.runner.on_disk import OnDisk, state_of
-from async_grpo_experiments.runner.peaks import MemoryPeaks, StageSeconds, way_out
-from async_grpo_experiments.runner.priority import chains_left, named
+from async_grpo_experiments.runner.graph import Stage, chains_left, keys_of, kind_of, named, stages_by_job
+from async_grpo_experiments.runner.peaks import GpuUse, MemoryPeaks, StageSeconds, StageUse, way_out
+from async_grpo_experiments.runner.states import OnDisk, state_of
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, RUNNING, WAITING, Ledger, Record
 from async_grpo_experiments.slots.places import Need, Place

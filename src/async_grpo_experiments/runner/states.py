@@ -11,22 +11,27 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from async_grpo.errors import BadFileError
+from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.files import sync, write_json
 from async_grpo.rundir.reading import open_plain, read_object
 from async_grpo.rundir.shape import as_json, shaped
+from async_grpo_experiments.runner.config import ExperimentConfig
+from async_grpo_experiments.runner.graph import Stage, below, graph_of, keys_of
+from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, Record
 
 MANIFEST, ATTEMPT, WORK = "manifest.json", "attempt.json", "work"
 RAN_OUT = "out_of_memory"  # is in the folder of an attempt that was
 _PARTIAL = ".partial-"
 _MOST_DIFFERENCES = 5
+NOT_STARTED = "NOT_STARTED"
+_DONE = {"generate": "DATA_GENERATED", "train": "MODEL_TRAINED", "evaluate": "EVAL_COMPLETED"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +146,6 @@ def adopt(folder: Path) -> None:
                 _give_name(partial)
 
 
-def move_aside(folder: Path) -> Path:
-    """Rename what is made again: nothing is deleted unasked."""
-    aside = folder.with_name(f"{folder.name}.outdated-{uuid4().hex[:8]}")
-    folder.rename(aside)
-    return aside
-
-
 def manifest_of(folder: Path) -> Manifest | None:
     """None if the folder is not there. `BadFileError`: it has no manifest that can be read."""
     if not folder.is_dir():
@@ -204,3 +202,79 @@ def _files(folder: Path) -> Sequence[Path]:
 
 def _name_in(folder: Path, path: Path) -> str:
     return str(path.relative_to(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """What lies in an experiment's folder.
+
+    Attributes:
+        done: digests of the stages whose folders hold, by name.
+        redo: why a stage that was finished is not any more, by name.
+        changed: how the configuration differs from that of a finished stage, by name.
+    """
+
+    done: dict[str, str]
+    redo: dict[str, str]
+    changed: dict[str, list[str]]
+
+
+def look(root: Path, config: ExperimentConfig) -> OnDisk:
+    """Verify what every stage has left. What was made of something that does not hold does not hold either."""
+    graph = graph_of(config)
+    done: dict[str, str] = {}
+    redo: dict[str, str] = {}
+    changed: dict[str, list[str]] = {}
+    for name, stage in graph.items():
+        try:
+            manifest = manifest_of(root / stage.folder)
+            if manifest is None:
+                continue
+            why = damage(root / stage.folder, manifest)
+        except BadFileError as error:
+            redo[name] = str(error)
+            continue
+        if lost := next((need for need in stage.needs if done.get(need) != manifest.inputs.get(need)), ""):
+            why = why or f"it was made of {lost}, which is not there as it was"
+        if why:
+            redo[name] = why
+        elif found := differences(manifest.keys, json.loads(json.dumps(keys_of(config, stage)))):
+            changed[name] = found
+        else:
+            done[name] = digest(manifest)
+    return OnDisk(done, redo, changed)
+
+
+def state_of(stages: Sequence[Stage], done: Collection[str], records: Mapping[str, Record]) -> str:
+    """The state of a job with these stages: how far its folders hold, or why it goes no further."""
+    reached = NOT_STARTED
+    for stage in stages:
+        record = records.get(stage.name)
+        if stage.name in done:
+            reached = _DONE[stage.kind]
+        elif record is not None and record.state == FAILED:
+            return "FAILED"
+        elif record is not None and record.state == BLOCKED:
+            return f"BLOCKED ({record.why})"
+    return reached
+
+
+def refuse_changes(root: Path, found: OnDisk, graph: Mapping[str, Stage]) -> None:
+    """`UsageError` where a finished stage was made with other keys: the difference, and the jobs that it touches."""
+    if not found.changed:
+        return
+    name, first = next(iter(found.changed.items()))
+    jobs = sorted({graph[one].job.id for one in below(graph, found.changed)})
+    raise UsageError(
+        f"{name} is finished, and was made with other keys ({'; '.join(first)}). This touches {', '.join(jobs)}. Give "
+        f"the same values, start another experiment, or delete the folders of these jobs in {root / 'jobs'}."
+    )
+
+
+def move_aside(root: Path, graph: Mapping[str, Stage], found: OnDisk, say: Callable[[str], None]) -> None:
+    """Rename what is made again, and say what and why: nothing is deleted unasked."""
+    for name, why in found.redo.items():
+        folder = root / graph[name].folder
+        aside = folder.with_name(f"{folder.name}.outdated-{uuid4().hex[:8]}")
+        folder.rename(aside)
+        say(f"{name} is made again: {why}. What was there is in {aside}.")

@@ -15,12 +15,10 @@ from async_grpo.cli import main
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
-from async_grpo_experiments.runner.composition import composed, place_of_conf
 from async_grpo_experiments.runner.config import checked
-from async_grpo_experiments.runner.config_files import changed, write_config
-from async_grpo_experiments.runner.graph import graph_of, keys_of, kind_of
+from async_grpo_experiments.runner.config_files import changed, composed, place_of_conf, write_config
+from async_grpo_experiments.runner.graph import chains_left, estimate_job_priority, graph_of, keys_of, kind_of, named
 from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, StageSeconds
-from async_grpo_experiments.runner.priority import chains_left, estimate_job_priority, named
 from async_grpo_experiments.runner.run import MEMORY, SECONDS
 from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, Ledger, Record
 
@@ -146,7 +144,7 @@ def test_the_longest_chain_is_first_and_a_function_may_say_otherwise() -> None:
     assert (left[first], left[last]) == (5, 1)
     seconds = {("DPO", "generate"): 10.0, ("DPO", "train"): 100.0, ("DPO", "evaluate"): 1.0}
     assert chains_left(graph, seconds)[first] == 221
-    assert named("async_grpo_experiments.runner.priority:estimate_job_priority") is estimate_job_priority
+    assert named("async_grpo_experiments.runner.graph:estimate_job_priority") is estimate_job_priority
     with pytest.raises(UsageError, match=r"package\.module:function"):
         named("async_grpo_experiments:nothing")
 

@@ -15,7 +15,7 @@ from experiment_yard import ExperimentYard, tree
 
 from async_grpo.errors import UsageError
 from async_grpo.launch import supervisor as supervisor_module
-from async_grpo_experiments.runner import experiment, gpu_use
+from async_grpo_experiments.runner import experiment, peaks
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.graph import graph_of, kind_of
 from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, way_out
@@ -63,7 +63,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.fixture
 def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentYard:
     monkeypatch.setattr(supervisor_module, "POLL_S", 0.005)
-    monkeypatch.setattr(gpu_use, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(peaks, "SAMPLE_S", 0.01)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return ExperimentYard(tmp_path)
 
@@ -159,7 +159,7 @@ def test_stages_of_known_memory_share_a_gpu(
 
 
 def test_the_peak_of_a_stage_that_shares_its_gpu_is_not_known(driver: FakeDriver) -> None:
-    use = gpu_use.GpuUse(TWO_GPUS, now=iter(range(0, 90, 3)).__next__)
+    use = peaks.GpuUse(TWO_GPUS, now=iter(range(0, 90, 3)).__next__)
     for running in ({"a": "gpu0"}, {"a": "gpu0", "b": "gpu0", "c": "gpu1"}, {"a": "gpu0", "c": "gpu1"}):
         use.look(running)
     assert (use.take("a").peak_bytes, use.take("b").peak_bytes) == (0, 0)
