@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -14,24 +14,14 @@ from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import CONFIDENCE, Estimate, mean_with_interval, range_of_difference
 from async_grpo.formatting import counted
 from async_grpo_experiments.slots import ledger
-from async_grpo_experiments.slots.ledger import FINISHED, LEDGER
+from async_grpo_experiments.slots.ledger import LEDGER
 from async_grpo_experiments.sweeps import plan
-from async_grpo_experiments.sweeps.agreement import first_figure
-from async_grpo_experiments.sweeps.progress import Curves, curves
+from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns, finished_runs
+from async_grpo_experiments.sweeps.report import first_figure
 
 RESAMPLES = 10_000
 FIGURES = ("success_rate", "reward_mean")  # in the order of `by_problem`'s values
 SIGNIFICANT = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """The finished runs of a sweep."""
-
-    name: str
-    runs: Mapping[int, Curves]  # by seed
-    not_counted: Sequence[str]  # seeds whose run has not finished
-    dataset: str | None = None  # --dataset of the sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +41,13 @@ class Effect:
     smallest_possible: float | None  # the least that such a test can give with so many pairs
 
 
-def side(folder: Path) -> Side:
+def side(folder: Path) -> FinishedRuns:
     """The runs of the sweep in a folder. `RunDirError` if there is none."""
     place = plan.find(folder)
-    sweep = plan.load(place)
-    records = ledger.read(place / LEDGER)
-    done = [run for run in sweep.runs if run.name in records and records[run.name].state == FINISHED]
-    missing = [str(run.seed) for run in sweep.runs if run not in done]
-    runs = {run.seed: curves(run) for run in done}
-    return Side(name=str(place), runs=runs, not_counted=missing, dataset=sweep.dataset)
+    return finished_runs(plan.load(place), ledger.read(place / LEDGER), str(place))
 
 
-def compare(a: Side, b: Side, *, figure: str | None = None, step: int | None = None) -> Effect:
+def compare(a: FinishedRuns, b: FinishedRuns, *, figure: str | None = None, step: int | None = None) -> Effect:
     """The difference of a figure, at the last step that all runs of both sides evaluated.
 
     Raises:
@@ -170,7 +155,7 @@ def smallest_sign_test(pairs: int) -> float:
     return min(1.0, 2.0 ** (1 - pairs))
 
 
-def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
+def in_words(effect: Effect, a: FinishedRuns, b: FinishedRuns) -> Iterator[str]:
     """The comparison, a fact a line."""
     how = f"paired over seeds {', '.join(map(str, effect.seeds))}" if effect.paired else "not paired: other seeds"
     yield f"A {a.name}"
@@ -178,8 +163,7 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
     yield f"{effect.figure} at step {effect.step}, {how}"
     for name, one in (("A", a), ("B", b)):
         left_out = [str(seed) for seed in one.runs if effect.paired and seed not in effect.seeds]
-        if one.not_counted:
-            yield f"not counted: seed {', '.join(one.not_counted)} of {name}, whose runs have not finished"
+        yield from (f"not counted: seed {seed} of {name}, {why}" for seed, why in one.not_counted.items())
         if left_out:
             yield f"not counted: seed {', '.join(left_out)} of {name}, which the other sweep lacks"
     yield from _not_the_end(effect, a, b)
@@ -210,7 +194,7 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
             )
 
 
-def _not_the_end(effect: Effect, a: Side, b: Side) -> Iterator[str]:
+def _not_the_end(effect: Effect, a: FinishedRuns, b: FinishedRuns) -> Iterator[str]:
     """Where no run of a side ended at the step: sweeps of other lengths may share only the one before training."""
     last, of_b = (max(max(one.evaluations) for one in side.runs.values()) for side in (a, b))
     if effect.step < min(last, of_b):

@@ -216,3 +216,35 @@ def curves(run: Run) -> Curves:
         sampling=sampling,
         headline=first.pop() if len(first) == 1 else "reward_mean",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRuns:
+    """What the finished runs of a sweep have measured. All others are named."""
+
+    name: str  # of the sweep
+    runs: Mapping[int, Curves]  # by seed
+    not_counted: Mapping[str, str]  # seed -> why
+    dataset: str | None = None  # --dataset of the sweep
+
+
+def finished_runs(sweep: Sweep, records: Mapping[str, Record], name: str = "") -> FinishedRuns:
+    """Read all runs of the sweep."""
+    found: dict[int, Curves] = {}
+    missing: dict[str, str] = {}
+    for run in sweep.runs:
+        record = records.get(run.name)
+        if record is None or record.state != FINISHED:
+            missing[str(run.seed)] = _why(record)
+            continue
+        try:
+            found[run.seed] = curves(run)
+        except BadFileError as error:
+            missing[str(run.seed)] = str(error)
+    return FinishedRuns(name=name or sweep.folder.name, runs=found, not_counted=missing, dataset=sweep.dataset)
+
+
+def _why(record: Record | None) -> str:
+    if record is None:
+        return "never started"
+    return f"{record.state}: {record.why}" if record.why else record.state

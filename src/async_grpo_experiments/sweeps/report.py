@@ -1,23 +1,100 @@
-"""The report of a sweep in its folder: `report.json`, `report.md`, `agreement.png`, and curves for TensorBoard."""
+"""What the seeds agree on: at each evaluation, the mean over seeds with its 95% interval; and the report of it.
+
+The report is in the folder of the sweep: `report.json`, `report.md`, `agreement.png`, and curves for TensorBoard.
+"""
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.evals.estimators import range_of
+from async_grpo.evals.estimators import Range, mean_with_interval, range_of
 from async_grpo.formatting import counted
 from async_grpo.rundir.files import room_for, write_json, write_lines
-from async_grpo_experiments.sweeps.agreement import Agreed, Agreement
+from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE_INCHES, DPI = (9.0, 3.6), 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """A figure at a step: the mean over the seeds that have it, with Student's t interval, cut to what it can be."""
+
+    step: int
+    n: int
+    mean: float
+    low: float | None  # None: a single seed has no interval
+    high: float | None
+    by_seed: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """A whole sweep. Only finished runs are counted; all others are named."""
+
+    name: str
+    mode: str
+    seeds: tuple[int, ...]  # that are counted
+    not_counted: dict[str, str]  # seed -> why
+    evaluations: dict[str, list[Agreed]]  # by figure
+    reward: list[Agreed]  # of training
+    headline: str = ""  # the figure of the evaluations to show first; empty without evaluations
+    sampling: tuple[str, ...] = ()  # how the evaluations were sampled, in words
+
+    def counted(self) -> str:
+        """`n = 3 of 4 seeds (42, 1337, 9999). Not counted: seed 2024, failed: …`"""
+        every = len(self.seeds) + len(self.not_counted)
+        named = f" ({', '.join(map(str, self.seeds))})" if self.seeds else ""
+        missing = "; ".join(f"seed {seed}, {why}" for seed, why in self.not_counted.items())
+        return f"n = {len(self.seeds)} of {every} seeds{named}." + (f" Not counted: {missing}." if missing else "")
+
+
+def agreement(found: FinishedRuns, mode: str) -> Agreement:
+    """Sum up the runs of a sweep."""
+    runs = found.runs
+    figures = sorted({name for one in runs.values() for figures in one.evaluations.values() for name in figures})
+    first = first_figure(runs.values())
+    return Agreement(
+        name=found.name,
+        mode=mode,
+        seeds=tuple(runs),
+        not_counted=dict(found.not_counted),
+        evaluations={
+            figure: agree({seed: _curve(one, figure) for seed, one in runs.items()}, range_of(figure))
+            for figure in figures
+        },
+        reward=agree({seed: one.reward for seed, one in runs.items()}),
+        headline=first if first in figures else next(iter(figures), ""),
+        sampling=tuple(sorted({one.sampling for one in runs.values() if one.evaluations})),
+    )
+
+
+def first_figure(runs: Iterable[Curves]) -> str:
+    """The figure of evaluations to show first: the mean reward, unless all runs know what success is."""
+    first = {one.headline for one in runs if one.evaluations}
+    return first.pop() if len(first) == 1 else "reward_mean"
+
+
+def agree(curves: Mapping[int, Mapping[int, float]], within: Range | None = None) -> list[Agreed]:
+    """Sum up curves, seed -> step -> value, at every step that any of them has; intervals are cut to `within`."""
+    return [_at(step, curves, within) for step in sorted({step for curve in curves.values() for step in curve})]
+
+
+def _at(step: int, curves: Mapping[int, Mapping[int, float]], within: Range | None) -> Agreed:
+    values = {str(seed): curve[step] for seed, curve in curves.items() if step in curve}
+    found = mean_with_interval(list(values.values()), within)
+    return Agreed(step=step, n=len(values), mean=found.value, low=found.low, high=found.high, by_seed=values)
+
+
+def _curve(one: Curves, figure: str) -> dict[int, float]:
+    return {step: found[figure] for step, found in one.evaluations.items() if figure in found}
 
 
 def write_report(folder: Path, agreement: Agreement) -> None:

@@ -18,12 +18,11 @@ from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.slots.screen import QueueScreen
 from async_grpo_experiments.sweeps import plan
-from async_grpo_experiments.sweeps.agreement import agreement
 from async_grpo_experiments.sweeps.commands import command
 from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, preflight
-from async_grpo_experiments.sweeps.progress import COLUMNS, Reason, RunRows, steps_left, unfinished
-from async_grpo_experiments.sweeps.report import headline, write_report
+from async_grpo_experiments.sweeps.progress import COLUMNS, Reason, RunRows, finished_runs, steps_left, unfinished
+from async_grpo_experiments.sweeps.report import agreement, headline, write_report
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
@@ -104,7 +103,7 @@ def _announce(sweep: Sweep, found: Preflight, screen: QueueScreen) -> None:
 
 
 def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> int:
-    found = agreement(sweep, records)
+    found = agreement(finished_runs(sweep, records), sweep.mode)
     try:
         write_report(sweep.folder, found)
     except DiskFullError as error:

@@ -10,9 +10,7 @@ import pytest
 
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import range_of
-from async_grpo_experiments.sweeps.agreement import agree, first_figure
 from async_grpo_experiments.sweeps.comparison import (
-    Side,
     bootstrap,
     compare,
     in_words,
@@ -20,7 +18,8 @@ from async_grpo_experiments.sweeps.comparison import (
     smallest_sign_test,
     welch,
 )
-from async_grpo_experiments.sweeps.progress import Curves
+from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns
+from async_grpo_experiments.sweeps.report import agree, first_figure
 
 
 def curves(by_problem: Mapping[str, float] | None = None, step: int = 10, value: float | None = None) -> Curves:
@@ -30,8 +29,8 @@ def curves(by_problem: Mapping[str, float] | None = None, step: int = 10, value:
     return Curves(evaluations={0: {"success_rate": 0.1}, step: {"success_rate": mean}}, by_problem={step: found})
 
 
-def side(name: str, runs: Mapping[int, Curves], *missing: str) -> Side:
-    return Side(name=name, runs=runs, not_counted=missing)
+def side(name: str, runs: Mapping[int, Curves], *missing: str) -> FinishedRuns:
+    return FinishedRuns(name=name, runs=runs, not_counted=dict.fromkeys(missing, "never started"))
 
 
 def test_the_mean_over_seeds_has_students_interval_and_says_how_many() -> None:
@@ -93,7 +92,7 @@ def test_seeds_that_only_one_side_has_are_named_and_left_out() -> None:
     effect = compare(a, b)
     assert effect.over_seeds.value == pytest.approx(0.1)
     words = "\n".join(in_words(effect, a, b))
-    assert "not counted: seed 4 of A, whose runs have not finished" in words
+    assert "not counted: seed 4 of A, never started" in words
     assert "not counted: seed 3 of A, which the other sweep lacks" in words
 
 
@@ -158,7 +157,7 @@ def test_other_sampling_is_said() -> None:
 
 
 def test_what_cannot_be_compared_by_problem_is_said() -> None:
-    a = Side(name="a", runs={1: curves(value=0.5), 2: curves(value=0.6)}, not_counted=(), dataset="gsm8k")
+    a = FinishedRuns(name="a", runs={1: curves(value=0.5), 2: curves(value=0.6)}, not_counted={}, dataset="gsm8k")
     b = side("b", {1: curves(value=0.4), 2: curves(value=0.5)})
     words = "\n".join(in_words(compare(a, b), a, b))
     assert "No interval over problems" in words and "A has --dataset gsm8k, B (none)" in words
