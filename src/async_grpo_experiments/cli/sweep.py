@@ -14,8 +14,6 @@ from async_grpo.errors import UsageError
 from async_grpo.settings import (
     TrainingSettings,
     WorkerSettings,
-    as_flags,
-    as_sets,
     flag_name,
     not_negative,
     positive,
@@ -23,7 +21,7 @@ from async_grpo.settings import (
 )
 from async_grpo.setup.generated.trl_command import setup_file
 from async_grpo_experiments.sweeps import plan
-from async_grpo_experiments.sweeps.plan import DEFAULT_SEEDS, OWN_OPTIONS, Sweep, name_of
+from async_grpo_experiments.sweeps.plan import DEFAULT_SEEDS, OWN_SETTINGS, Sweep, name_of
 
 EXAMPLES = """\
   async-grpo sweep my_trainer.py --seeds 42,1337,2024,9999           as many runs at once as there is room for
@@ -36,11 +34,8 @@ exit codes: 0 all runs finished; 1 at least one failed; 2 nothing could be start
 DATASETS = ("gsm8k", "math", "mbpp")
 DATASET_SETUP = Path("src/app/trainer_setup_dataset.py")
 _PLACES = ("output_base", "run_prefix", "start_instance", "config", "dataset")  # say which sweep is meant
-_OWN = ("seed", "set", "resume", *OWN_OPTIONS)  # of each run
-_OF_TRAIN = (
-    *((TrainingSettings, f.name) for f in fields(TrainingSettings) if f.name not in _OWN),
-    *((WorkerSettings, f.name) for f in fields(WorkerSettings) if f.name != "stall_warning"),
-)
+_TRAINING = tuple(f.name for f in fields(TrainingSettings) if f.name not in ("resume", *OWN_SETTINGS))
+_WORK = tuple(f.name for f in fields(WorkerSettings) if f.name != "stall_warning")
 
 
 def build_parser() -> Parser:
@@ -67,33 +62,15 @@ def build_parser() -> Parser:
     where.add_argument("--output-base", type=Path, default=Path("outputs"), help="default: outputs/")
     where.add_argument("--run-prefix", type=prefix, metavar="NAME", help="begins the name of each run")
     parser.add_argument("--resume", action="store_true", help="continue a sweep; finished runs are not run again")
-    options.add_settings(
-        parser, TrainingSettings, "set", *(name for kind, name in _OF_TRAIN if kind is TrainingSettings)
-    )
-    group = parser.add_argument_group("workers of each run")
-    options.add_settings(group, WorkerSettings, *(name for kind, name in _OF_TRAIN if kind is WorkerSettings))
+    options.add_settings(parser, TrainingSettings, "set", *_TRAINING)
+    options.add_settings(parser.add_argument_group("workers of each run"), WorkerSettings, *_WORK)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.sweeps.sweep import run_sweep
 
-    if args.resume:
-        sweep = _resumed(args)
-        begun_with = [*sweep.arguments, *as_sets(sweep.settings)]
-        return run_sweep(sweep, _settings(build_parser().parse_args(begun_with), sweep), resume=True)
-    sweep = _sweep(args)
-    plan.check(sweep)
-    return run_sweep(sweep, _settings(args, sweep), resume=False)
-
-
-def _settings(args: argparse.Namespace, sweep: Sweep) -> TrainingSettings:
-    """The settings of the first run, by which the others are judged before anything starts."""
-    first = sweep.runs[0]
-    values = {name: getattr(args, name) for kind, name in _OF_TRAIN if kind is TrainingSettings}
-    settings = TrainingSettings(**values, seed=first.seed, set=first.settings())
-    settings.check()
-    return settings
+    return run_sweep(_resumed(args) if args.resume else _sweep(args), resume=args.resume)
 
 
 def _sweep(args: argparse.Namespace) -> Sweep:
@@ -124,23 +101,17 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         gpus_per_run=args.gpus_per_run,
         num_instances=args.num_instances,
         stagger_s=args.stagger,
-        arguments=tuple(_arguments(args)),
-        settings=dict(args.set or {}),
+        num_workers=args.num_workers,
+        training=options.gathered(TrainingSettings, args),
+        work=options.gathered(WorkerSettings, args),
+        given=tuple(name for name in (*_TRAINING, *_WORK) if name in args.given),
     )
-
-
-def _arguments(args: argparse.Namespace) -> list[str]:
-    """The options of `train` that the command line gave, as flags again."""
-    flags = ["--num-workers", str(args.num_workers)] if "num_workers" in args.given else []
-    for _, name in _OF_TRAIN:
-        flags += as_flags(name, getattr(args, name)) if name in args.given else []
-    return flags
 
 
 def _refuse_for_plain_trl(given: Collection[str]) -> None:
     known = ("steps", "eval_every", "delta_every", "delta_keep", "server_timeout")
-    unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in known]
-    unused += ["--num-workers"] if "num_workers" in given else []
+    names = (*_TRAINING, *_WORK, "num_workers")
+    unused = [flag_name(name) for name in names if name in given and name not in known]
     if unused:
         raise UsageError(f"{', '.join(unused)}: plain TRL (--mode trl) has no such option. Leave it out.")
 

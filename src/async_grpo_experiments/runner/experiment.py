@@ -15,10 +15,8 @@ from typing import Any
 from async_grpo.errors import BadFileError, DiskFullError, UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.launch.child_log import last_line
-from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.devices import visible_gpus
-from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
 from async_grpo_experiments.runner.config_files import write_config
@@ -98,11 +96,8 @@ def run_experiment(
     Raises:
         AsyncGRPOError: nothing can be started, or the folder is not free.
     """
-    survive_lost_output()
     starter, gpus = open_starter or _engine(root, config), config.system.gpus_per_job
     command = command or (stage_command if gpus == 1 else partial(ranks_command, gpus))
-    root.parent.mkdir(parents=True, exist_ok=True)
-    make_folder(root)
     held = held_alone(root / LOCK, role="runner", way_out="Wait for it, or stop it.")
     with held, closing(ExperimentLog(root)) as log:
         end_leftovers(read(root / LEDGER).values(), grace_s=GRACE_S, say=log.say)

@@ -10,16 +10,19 @@ from pathlib import Path
 
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import printable
+from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.summary import program
+from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Record
-
-STOPPED_CODE = 130  # as a shell has it for Ctrl-C
 
 
 @contextmanager
 def held_alone(lock_file: Path, *, role: str, way_out: str) -> Iterator[None]:
-    """Let one process at a time have the folder of this file. `RunDirError` names the one that has it."""
+    """Make the folder of this file, and let one process at a time have it. `RunDirError` names the one that has it."""
+    survive_lost_output()
+    lock_file.parent.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(lock_file.parent)
     lock = KernelLock(lock_file)
     if not lock.try_acquire({"role": role}):
         raise RunDirError(
@@ -54,4 +57,4 @@ def conclude(who: str, records: Mapping[str, Record], *, stopped: bool, go_on: s
         print(f"continue: {program()} {go_on}", flush=True)
     if states & {FAILED, BLOCKED}:
         return 1
-    return STOPPED_CODE if stopped and states - {FINISHED} else 0
+    return 130 if stopped and states - {FINISHED} else 0  # as a shell has it for Ctrl-C

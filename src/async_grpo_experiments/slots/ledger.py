@@ -90,8 +90,7 @@ def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[s
     if not left:
         return
     started = [child for process in left for child in _started_by(process)]
-    pids = ", ".join(str(process.pid) for process in left)
-    say(f"ending what the killed queue has left: pid {pids}")
+    say(f"ending what the killed queue has left: pid {', '.join(str(process.pid) for process in left)}")
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.terminate()

@@ -154,15 +154,13 @@ class Packing:
     def _shared(self, need: Need) -> tuple[Place, ...]:
         """The fullest place that has room; among empty ones the first that became free."""
         assert need.bytes is not None
+        by_use = [*self._free, *(place for place in self._places if place not in self._free)]
         fitting = [
             (left, order, place)
-            for order, place in enumerate(self._by_use())
+            for order, place in enumerate(by_use)
             if (left := self._left(place)) is not None and left >= need.bytes
         ]
         return (min(fitting)[2],) if fitting else self._alone(1) if not self._all_have_bytes() else ()
-
-    def _by_use(self) -> list[Place]:
-        return [*self._free, *(place for place in self._places if place not in self._free)]
 
     def _left(self, place: Place) -> int | None:
         """Bytes of a place that nobody has; None: it is not shared."""

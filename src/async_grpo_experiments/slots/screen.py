@@ -39,7 +39,7 @@ class QueueScreen:
         self._name, self._columns, self._rows, self._line = name, columns, rows, line
         self._note, self._caption, self._console = note, caption, live_console()
         self._every_s = LINE_EVERY_S if self._console is None else TABLE_EVERY_S
-        self._next_look = 0.0
+        self._next_look = time.monotonic() + self._every_s
         if self._console is not None:
             from rich.live import Live
 
@@ -48,7 +48,6 @@ class QueueScreen:
     def __enter__(self) -> Self:
         if self._console is not None:
             self._live.start()
-        self._next_look = time.monotonic() + self._every_s
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -6,19 +6,19 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from async_grpo.errors import UsageError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.serving.vllm_server import is_free
-from async_grpo.settings import as_sets
+from async_grpo.settings import as_flags
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.setup.process import path_to_us
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command
-from async_grpo_experiments.sweeps.plan import ASYNC, Run
+from async_grpo_experiments.sweeps.plan import ASYNC, OWN_SETTINGS, Run
+from async_grpo_experiments.sweeps.preflight import Preflight
 
 PROGRAM = (sys.executable, "-Pm", "async_grpo.cli")
 CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
@@ -34,25 +34,21 @@ _SHARED_BY_MISTAKE = (
 )  # one value for all runs would make them meet
 
 
-def command(
-    run: Run, place: Place, *, offline: bool, serves: bool, say: Callable[[str], None], model: str = ""
-) -> Command:
+def command(run: Run, place: Place, found: Preflight, say: Callable[[str], None]) -> Command:
     """How the run is started in this place: from its beginning, or from where it was stopped.
 
-    Args:
-        serves: it starts vLLM servers, which get the run's own port or the next free one.
-        model: the name of the model that is trained.
+    A run that starts vLLM servers gets its own port, or the next free one.
     """
-    common = _common(run, model)
-    arguments = _async(run, place, common) if run.sweep.mode == ASYNC else _trl(run, place, common, serves=serves)
-    if serves:
+    common = _common(run, found.model)
+    arguments = _async(run, place, common) if run.sweep.mode == ASYNC else _trl(run, place, common, serves=found.serves)
+    if found.serves:
         port, group_port = _free_ports(run.port_pairs(), what=run.name, say=say)
         arguments += ["--set", f"vllm_server_port={port}", "--set", f"vllm_group_port={group_port}"]
         _name_server_log(run, place)
     log = run.training_log(place)
     log.parent.mkdir(parents=True, exist_ok=True)
     run.output.mkdir(parents=True, exist_ok=True)
-    env = environment(run, os.environ, offline=offline)
+    env = environment(run, os.environ, offline=found.offline)
     return Command([*PROGRAM, *arguments], place.environment(env), log)
 
 
@@ -82,16 +78,12 @@ def _name_server_log(run: Run, place: Place) -> None:
 
 
 def _common(run: Run, model: str) -> list[str]:
-    return [
-        "--run-dir",
-        str(run.run_dir),
-        "--seed",
-        str(run.seed),
-        *run.names(model),
-        *run.kept_versions(),
-        *as_sets(run.settings()),
-        *run.sweep.arguments,
-    ]
+    """The settings of a run that are its own, and those that were chosen for all."""
+    training, work = run.training(model), run.sweep.work
+    arguments = ["--run-dir", str(run.run_dir), *as_flags("num_workers", run.sweep.num_workers)]
+    for name in (*OWN_SETTINGS, *run.sweep.given):
+        arguments += as_flags(name, getattr(training if hasattr(training, name) else work, name))
+    return arguments
 
 
 def _has_begun(run: Run) -> bool:
@@ -116,14 +108,6 @@ def environment(run: Run, env: Mapping[str, str], *, offline: bool) -> dict[str,
         mine["WANDB_MODE"] = "offline"
     mine.setdefault("TQDM_DISABLE", "1")
     return mine
-
-
-def wandb_is_offline(env: Mapping[str, str], home: Path) -> bool:
-    """Whether W&B has no key to upload with: neither in the environment nor from `wandb login`."""
-    if env.get("WANDB_MODE") or env.get("WANDB_API_KEY"):
-        return False
-    netrc = home / ".netrc"
-    return not (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
 
 
 def _free_ports(pairs: Sequence[tuple[int, int]], *, what: str, say: Callable[[str], None]) -> tuple[int, int]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from async_grpo.errors import BadFileError, RunDirError, UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import check_place
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import shaped
-from async_grpo.settings import SEEDS
+from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.settings import SEEDS, TrainingSettings, WorkerSettings
 from async_grpo_experiments.slots.places import Place
 
 ASYNC, TRL = "async", "trl"
@@ -23,7 +22,7 @@ STAGGER_S = 5.0  # loading needs most memory
 GROUP_PORTS_ABOVE = 43200  # the first group port less the base port
 GROUP_PORTS_APART = 100
 MAX_PORT = 65535
-OWN_OPTIONS = ("run_name", "run_group", "run_tags", "delta_dir")  # that differ from run to run
+OWN_SETTINGS = ("seed", "set", "run_name", "run_group", "run_tags", "delta_dir")  # of each run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +43,16 @@ class Sweep:
     base_port: int = BASE_PORT
     gpus_per_run: int | None = None  # None: one where there are GPUs
     num_instances: int | None = None  # runs at once; None: as many as there is room for
-    arguments: tuple[str, ...] = ()  # options of `async-grpo train` for each run
-    settings: dict[str, str] = field(default_factory=dict)  # of the GRPOConfig, by field
+    num_workers: int | None = None  # of each run; None: as many as `train` has
+    training: TrainingSettings = field(default_factory=TrainingSettings)  # what the runs have in common
+    work: WorkerSettings = field(default_factory=WorkerSettings)
+    given: tuple[str, ...] = ()  # names of the settings that were chosen; `train` has its own defaults
 
     @property
     def folder(self) -> Path:
         """Where the sweep keeps what it knows, next to the folders of its runs."""
         start = f"_instance{self.start_instance}" if self.start_instance else ""
         return Path(self.output_base) / f"{self.prefix}sweep_{self.name}{start}"
-
-    def option(self, flag: str) -> str | None:
-        """The value of an option of `train` among the arguments."""
-        return next((value for name, value in pairwise(self.arguments) if name == flag), None)
 
     @property
     def prefix(self) -> str:
@@ -105,23 +102,21 @@ class Run:
     def caches(self) -> Path:
         return self.output / "cache"
 
-    def settings(self) -> dict[str, str]:
-        """What `--set` gives this run."""
-        return {"output_dir": str(self.output), **self.sweep.settings}
-
-    def kept_versions(self) -> list[str]:
-        """Where --delta-every keeps versions, as an option of `train`: a chain is one run's."""
-        is_asked = self.sweep.option("--delta-every") not in (None, "0")
-        folder = self.sweep.kept_folder.absolute() / self.name.replace("trl_", "deltas_", 1)
-        return ["--delta-dir", str(folder)] if is_asked else []
-
-    def names(self, model: str = "") -> list[str]:
-        """Name the run for W&B and trackio, with its model, as options of `train`."""
-        tags = f"{self.sweep.name},{self.sweep.mode},seed{self.seed}"
+    def training(self, model: str = "") -> TrainingSettings:
+        """The settings of the sweep with those that are the run's own. `model` is in its name for W&B and trackio."""
+        sweep = self.sweep
         called = re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")
-        data = f"{self.sweep.name}_grpo_{called}" if called else self.sweep.name
-        name = f"{self.sweep.prefix}trl_{data}_instance{self.instance}_seed{self.seed}"
-        return ["--run-name", name, "--run-group", self.sweep.folder.name, "--run-tags", tags]
+        data = f"{sweep.name}_grpo_{called}" if called else sweep.name
+        kept = sweep.kept_folder.absolute() / self.name.replace("trl_", "deltas_", 1)  # a chain is one run's
+        return replace(
+            sweep.training,
+            seed=self.seed,
+            set={"output_dir": str(self.output), **(sweep.training.set or {})},
+            run_name=f"{sweep.prefix}trl_{data}_instance{self.instance}_seed{self.seed}",
+            run_group=sweep.folder.name,
+            run_tags=(sweep.name, sweep.mode, f"seed{self.seed}"),
+            delta_dir=str(kept) if sweep.training.delta_every else None,
+        )
 
     def training_log(self, place: Place) -> Path:
         where = f"gpu{'-'.join(place.gpus)}" if place.gpus else "cpu"
@@ -158,6 +153,7 @@ def check(sweep: Sweep) -> None:
             f"instance i takes {sweep.base_port} + i and {sweep.base_port + GROUP_PORTS_ABOVE} + 100 i. Choose a "
             "lower one."
         )
+    sweep.runs[0].training().check()
 
 
 def name_of(setup: Path, dataset: str | None) -> str:
@@ -171,7 +167,7 @@ def write(sweep: Sweep) -> None:
         str(place.absolute()) for place in (sweep.log_folder, sweep.kept_folder, Path(sweep.output_base))
     )
     kept = replace(sweep, logs=logs, kept=versions, output_base=outputs)
-    write_json(sweep.folder / "sweep.json", asdict(kept))
+    write_json(sweep.folder / "sweep.json", as_json(kept))
 
 
 def load(folder: Path) -> Sweep:

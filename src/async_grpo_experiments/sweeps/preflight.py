@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,10 @@ from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.serving.vllm_server import is_free
-from async_grpo.settings import TrainingSettings, WorkerSettings
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, visible_gpus
 from async_grpo.setup.generator_choice import ENGINES
 from async_grpo_experiments.slots.places import Place, core_pairs, core_places, gpu_places
-from async_grpo_experiments.sweeps.commands import wandb_is_offline
 from async_grpo_experiments.sweeps.plan import ASYNC, TRL, Sweep
 
 OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
@@ -37,7 +36,7 @@ class Preflight:
     model: str = ""  # that is trained, as its configuration names it
 
 
-def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], None]) -> Preflight:
+def preflight(sweep: Sweep, say: Callable[[str], None]) -> Preflight:
     """Look at everything that could stop the runs later. Starts none.
 
     Raises:
@@ -45,17 +44,25 @@ def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], Non
     """
     places = places_of(sweep)
     say(f"building the trainer of {sweep.setup} once")
-    facts = _facts(sweep, settings, places[0])
+    facts = _facts(sweep, places[0])
     _refuse_shared_server(sweep, facts)
     if sweep.mode == TRL:
         places = _places_of_plain_trl(sweep, facts, places)
-    _check_disk(sweep, facts, settings)
+    _check_disk(sweep, facts)
     offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
     if offline:
         say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
     if serves := starts_servers(sweep, facts):
         _say_taken_ports(sweep, say)
     return Preflight(places=places, offline=offline, serves=serves, model=facts.model_name or "")
+
+
+def wandb_is_offline(env: Mapping[str, str], home: Path) -> bool:
+    """Whether W&B has no key to upload with: neither in the environment nor from `wandb login`."""
+    if env.get("WANDB_MODE") or env.get("WANDB_API_KEY"):
+        return False
+    netrc = home / ".netrc"
+    return not (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
 
 
 def places_of(sweep: Sweep) -> list[Place]:
@@ -104,19 +111,15 @@ def _say_taken_ports(sweep: Sweep, say: Callable[[str], None]) -> None:
         say(f"taken by other programs now: port {', '.join(map(str, taken))}; a run that needs one gets the next free")
 
 
-def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFacts:
+def _facts(sweep: Sweep, place: Place) -> TrainerFacts:
     device = place.gpus[0] if place.gpus else CPU
     before = os.environ.get("DATASET")
     if sweep.dataset is not None:
         os.environ["DATASET"] = sweep.dataset
     try:
-        work = WorkerSettings(
-            generator=sweep.option("--generator"),
-            server_devices=sweep.option("--server-devices"),
-            in_flight_update=sweep.option("--in-flight-update") or "off",
-        )
-        plan = RunPlan(config=Path(sweep.setup), training=settings, work=work, master_device=device)
-        evaluates = int(sweep.option("--eval-every") or 0)
+        training = sweep.runs[0].training()
+        plan = RunPlan(config=Path(sweep.setup), training=training, work=sweep.work, master_device=device)
+        evaluates = training.eval_every if "eval_every" in sweep.given else 0
         question = Question(plan=plan, distributed=sweep.mode == ASYNC, eval_every=evaluates)
         return facts_or_refusal(look_at_trainer(question))
     finally:
@@ -135,8 +138,8 @@ def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
         )
 
 
-def _check_disk(sweep: Sweep, facts: TrainerFacts, settings: TrainingSettings) -> None:
-    each = needed_bytes(facts) + kept_bytes(facts, settings)
+def _check_disk(sweep: Sweep, facts: TrainerFacts) -> None:
+    each = needed_bytes(facts) + kept_bytes(facts, sweep.training)
     base = Path(sweep.output_base).absolute()
     free = shutil.disk_usage(next(folder for folder in (base, *base.parents) if folder.exists())).free
     if each * len(sweep.seeds) > free:

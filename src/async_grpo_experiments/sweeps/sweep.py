@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.formatting import counted, printable
-from async_grpo.rundir.folders import make_folder
-from async_grpo.settings import TrainingSettings
-from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.slots.foreground import conclude, held_alone, stopped_by_signals
 from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Ledger, Record, end_leftovers, read
 from async_grpo_experiments.slots.places import Place
@@ -28,20 +25,19 @@ GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
 
 
-def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
+def run_sweep(sweep: Sweep, *, resume: bool) -> int:
     """Run to the end; returns 0, 1 if a run failed, 130 if the sweep was asked to stop.
 
     Raises:
         AsyncGRPOError: nothing can be started, or the folders are not free.
     """
-    survive_lost_output()
     plan.check(sweep)
-    _make_parents(sweep.folder)
-    with _held(sweep):
+    way_out = "Wait for it or stop it, or let this one write elsewhere: --output-base DIR or --run-prefix NAME."
+    with held_alone(sweep.folder / "sweep.lock", role="sweep", way_out=way_out):
         if not resume:
             _refuse_old_outputs(sweep)
         end_leftovers(read(sweep.folder / LEDGER).values(), grace_s=_grace_s(sweep), say=_say)
-        found = preflight(sweep, settings, _say)
+        found = preflight(sweep, _say)
         plan.write(sweep)
         if not resume:
             _claim_outputs(sweep)
@@ -78,7 +74,7 @@ def _task(run: Run, found: Preflight, say: Callable[[str], None], *, begun: bool
 
     def begin(place: Place) -> Command:
         reason.begins()
-        return command(run, place, offline=found.offline, serves=found.serves, say=say, model=found.model)
+        return command(run, place, found, say)
 
     return Task(
         name=run.name,
@@ -112,17 +108,6 @@ def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> 
     print(f"report: {sweep.folder / 'report.md'}", flush=True)
     own = {f"seed {run.seed}": records[run.name] for run in sweep.runs}
     return conclude("sweep", own, stopped=stopped, go_on=f"sweep {sweep.folder} --resume")
-
-
-def _make_parents(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    make_folder(folder)
-
-
-def _held(sweep: Sweep) -> AbstractContextManager[None]:
-    """One process at a time runs this sweep."""
-    way_out = "Wait for it or stop it, or let this one write elsewhere: --output-base DIR or --run-prefix NAME."
-    return held_alone(sweep.folder / "sweep.lock", role="sweep", way_out=way_out)
 
 
 def _refuse_old_outputs(sweep: Sweep) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from async_grpo.settings import TrainingSettings
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps import commands, report, sweep
 from async_grpo_experiments.sweeps.plan import Sweep
@@ -92,7 +91,7 @@ class SweepYard:
         return Sweep(setup=str(self.setup), seeds=seeds, name="mine", **{"stagger_s": 0.0, **more})
 
     def run(self, wanted: Sweep, *, resume: bool = False) -> int:
-        return sweep.run_sweep(wanted, TrainingSettings(), resume=resume)
+        return sweep.run_sweep(wanted, resume=resume)
 
     def starts(self) -> list[tuple[str, int, list[str], dict[str, str]]]:
         """Seed, pid, arguments and environment of each start so far."""

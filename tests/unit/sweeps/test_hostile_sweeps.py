@@ -90,11 +90,11 @@ def test_a_sweep_that_others_could_have_written_is_not_continued(
     assert told.startswith("error: ") and "--run-dir" not in told, "a sweep has no such option"
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_that_numpy_does_not_take_is_refused_in_a_record_too(sweep: Sweep, seed: int) -> None:
+@pytest.mark.parametrize("wrong", [{"seeds": [1, -1]}, {"seeds": [1, 2**32]}, {"arguments": []}])
+def test_a_record_with_no_seed_or_of_a_former_version_is_refused(sweep: Sweep, wrong: dict[str, Any]) -> None:
     record = json.loads((sweep.folder / "sweep.json").read_text())
-    (sweep.folder / "sweep.json").write_text(json.dumps({**record, "seeds": [1, seed]}))
-    with pytest.raises(RunDirError, match=f"{seed} is no seed: one is from 0 to"):
+    (sweep.folder / "sweep.json").write_text(json.dumps({**record, **wrong}))
+    with pytest.raises(RunDirError, match=r"is no seed: one is from 0 to|has an unknown field 'arguments'"):
         plan.load(sweep.folder)
 
 

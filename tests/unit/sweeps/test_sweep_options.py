@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import TrainingSettings, WorkerSettings
 from async_grpo_experiments.sweeps import commands, plan, preflight
-from async_grpo_experiments.sweeps.commands import wandb_is_offline
 from async_grpo_experiments.sweeps.plan import Sweep
+from async_grpo_experiments.sweeps.preflight import Preflight, wandb_is_offline
 
 SETUP = "def get_trainer(): ...\n"
 
@@ -96,15 +97,15 @@ def test_the_ports_are_those_of_the_original(setup: Path) -> None:
 def test_a_sweep_is_found_from_anywhere_by_its_folder_or_by_the_one_above(
     setup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", settings={"beta": "0.1"}, arguments=("--steps", "3"))
+    training = TrainingSettings(set={"beta": "0.1"}, steps=3, eval_k=(1, 2))
+    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", training=training, given=("steps", "eval_k"))
     sweep.folder.mkdir(parents=True)
     plan.write(sweep)
-    assert (sweep.option("--steps"), sweep.option("--generator")) == ("3", None)
     found = plan.load(plan.find(Path("outputs")))
     assert found == plan.load(sweep.folder)
     output = found.runs[0].output
     assert (output, found.log_folder) == (sweep.runs[0].output, sweep.log_folder.absolute())
-    assert (found.settings, found.arguments, found.seeds) == (sweep.settings, sweep.arguments, sweep.seeds)
+    assert (found.training, found.given, found.seeds) == (sweep.training, sweep.given, sweep.seeds)
     monkeypatch.chdir("/")
     assert plan.load(setup.parent / "outputs" / "sweep_mine").runs[0].output == output
     monkeypatch.chdir(setup.parent)
@@ -156,7 +157,7 @@ def test_the_disk_that_the_checkpoints_need_is_looked_at_first(setup: Path) -> N
     huge = Parameters(count=10**15, trained=10**15, nbytes=2 * 10**15, trained_bytes=2 * 10**15, dtypes={})
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine")
     with pytest.raises(UsageError, match=r"2 runs need about .* GB in .*save_total_limit"):
-        preflight._check_disk(sweep, facts(parameters=huge), TrainingSettings())
+        preflight._check_disk(sweep, facts(parameters=huge))
 
 
 def test_the_disk_that_kept_versions_need_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +175,8 @@ def test_a_generator_of_the_command_line_is_what_the_setup_file_is_judged_by(
 ) -> None:
     asked: list[Question] = []
     monkeypatch.setattr(preflight, "look_at_trainer", lambda question: asked.append(question) or Look(facts=facts()))
-    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", arguments=("--generator", "vllm-server"))
-    preflight._facts(sweep, TrainingSettings(), preflight.core_places(1, [0])[0])
+    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", work=WorkerSettings(generator="vllm-server"))
+    preflight._facts(sweep, preflight.core_places(1, [0])[0])
     assert [question.plan.work.generator for question in asked] == ["vllm-server"]
 
 
@@ -215,7 +216,8 @@ def test_plain_trl_with_a_server_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setup: Path) -> None:
     run = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode="trl").runs[1]
     place = preflight.Place(name="gpu2-3", gpus=("2", "3"))
-    started = commands.command(run, place, offline=False, serves=True, say=print)
+    found = Preflight(places=[place], offline=False, serves=True)
+    started = commands.command(run, place, found, print)
     arguments = " ".join(started.arguments)
     port, group_port = (int(arguments.split(f"{name}=")[1].split()[0]) for name in ("server_port", "group_port"))
     assert "--device 0 --generator vllm-server --server-devices 6" in arguments
@@ -223,7 +225,7 @@ def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setu
     assert started.env["CUDA_VISIBLE_DEVICES"] == "5,6"
     link = run.sweep.log_folder / "vllm_instance1_gpu3_seed2.log"
     assert link.readlink() == run.run_dir / "log_vllm_server.txt"
-    alone = commands.command(run, place, offline=False, serves=False, say=print)
+    alone = commands.command(run, place, replace(found, serves=False), print)
     assert not {"--generator", "--server-devices"} & set(alone.arguments)
 
 

@@ -18,6 +18,7 @@ import pytest
 from sweep_yard import SweepYard
 
 from async_grpo.errors import RunDirError, UsageError
+from async_grpo.settings import TrainingSettings
 from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps import commands, plan, report, sweep
@@ -130,7 +131,7 @@ def test_a_sweep_has_the_folders_of_runs_that_still_wait(
 
 
 def test_versions_are_kept_in_the_folder_of_each_run(yard: SweepYard) -> None:
-    assert yard.run(yard.sweep(1, 2, arguments=("--delta-every", "2"))) == 0
+    assert yard.run(yard.sweep(1, 2, training=TrainingSettings(delta_every=2))) == 0
     folders = {arguments[arguments.index("--delta-dir") + 1] for _, _, arguments, _ in yard.starts()}
     outputs = yard.folder / "outputs"
     kept = outputs.parent / "checkpoints"
