@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal
 
 from async_grpo.errors import BadFileError, UsageError
@@ -28,6 +29,12 @@ ALGORITHMS = {
 GUIDED = ("QSharp", "QSharp-HF", "PITA")  # they train a head, and leave the reference alone
 OWN_PROCESSES = ("GRPO", "GRPO-HF")  # their training starts a server and workers, on all GPUs of the place
 DEFAULT_BATCH = 24
+_AT_LEAST_1 = (
+    *("rounds_of_training", "num_samples", "training.micro_batch_size", "generation.batch_size"),
+    *("generation.max_new_tokens", "evaluation.num_samples", "data_collection.reward_batch_size"),
+    *("system.gpus_per_job", "system.max_parallel_jobs", "slurm.timeout_min", "slurm.mem_gb", "slurm.cpus"),
+)
+_OVER_0 = ("scheduling.deadline_s", "scheduling.silence_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,27 +233,20 @@ def _problems(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _out_of_range(config: ExperimentConfig) -> Iterator[str]:
-    system, scheduling = config.system, config.scheduling
-    counts = {
-        "rounds_of_training": config.rounds_of_training,
-        "num_samples": config.num_samples,
-        "training.micro_batch_size": config.training.micro_batch_size,
-        "generation.batch_size": config.generation.batch_size,
-        "generation.max_new_tokens": config.generation.max_new_tokens,
-        "evaluation.num_samples": config.evaluation.num_samples,
-        "system.gpus_per_job": system.gpus_per_job,
-        "data_collection.reward_batch_size": config.data_collection.reward_batch_size,
-    }
-    if system.max_parallel_jobs is not None:
-        counts["system.max_parallel_jobs"] = system.max_parallel_jobs
-    yield from (f"{name} must be at least 1, got {value}." for name, value in counts.items() if value < 1)
-    limits = {"deadline_s": scheduling.deadline_s, "silence_s": scheduling.silence_s}
-    for name, limit in limits.items():
-        if limit is not None and not limit > 0:
-            yield f"scheduling.{name} must be over 0, got {limit:g}."
-    if not scheduling.stagger_s >= 0:
-        yield f"scheduling.stagger_s must be 0 or more, got {scheduling.stagger_s:g}."
+    for name, value in _set(config, _AT_LEAST_1):
+        if value < 1:
+            yield f"{name} must be at least 1, got {value}."
+    for name, value in _set(config, _OVER_0):
+        if not value > 0:
+            yield f"{name} must be over 0, got {value:g}."
+    if not config.scheduling.stagger_s >= 0:
+        yield f"scheduling.stagger_s must be 0 or more, got {config.scheduling.stagger_s:g}."
     yield from (f"evaluation.etas must be over 0, got {eta:g}." for eta in config.evaluation.etas if not eta > 0)
+
+
+def _set(config: ExperimentConfig, names: Collection[str]) -> list[tuple[str, Any]]:
+    """Those of these keys that are not null, with their values."""
+    return [(name, value) for name in names if (value := attrgetter(name)(config)) is not None]
 
 
 def _unknown_names(config: ExperimentConfig) -> Iterator[str]:
@@ -273,10 +273,6 @@ def _of_slurm(config: ExperimentConfig) -> Iterator[str]:
     if config.system.engine != "slurm":
         return
     gpus, each = config.slurm.gpus, config.system.gpus_per_job
-    for name in ("timeout_min", "mem_gb", "cpus"):
-        value = getattr(config.slurm, name)
-        if value is not None and value < 1:
-            yield f"slurm.{name} must be at least 1, got {value}."
     if gpus not in (None, 0, each):
         yield f"slurm.gpus {gpus} is not what a stage uses: leave it out, and set system.gpus_per_job, now {each}."
     if config.scheduling.deadline_s is not None:

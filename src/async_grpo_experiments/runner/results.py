@@ -53,13 +53,6 @@ class EvaluatedSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """What `result.json` of a job's evaluation holds."""
-
-    evaluations: list[EvaluatedSet]
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainedNote:
     """What `trained.json` of a job's model holds."""
 
@@ -91,9 +84,9 @@ def lines_of(root: Path, config: ExperimentConfig) -> list[EvaluatedLine]:
         with suppress(FileNotFoundError, BadFileError):
             if states.manifest_of(folder / FOLDERS["evaluate"]) is None:
                 continue
-            result = shaped(JobResult, read_object(folder / FOLDERS["evaluate"] / RESULT))
+            result = read_object(folder / FOLDERS["evaluate"] / RESULT)
             trained = shaped(TrainedNote, read_object(folder / FOLDERS["train"] / TRAINED)) if job.algo else None
-            found += [EvaluatedLine(job, one, trained) for one in result.evaluations]
+            found += [EvaluatedLine(job, one, trained) for one in shaped(list[EvaluatedSet], result.get("evaluations"))]
     return found
 
 

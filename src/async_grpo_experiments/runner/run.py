@@ -23,11 +23,10 @@ from async_grpo_experiments.runner.config import OWN_PROCESSES, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, chains_left, keys_of, kind_of, named, stages_by_job
 from async_grpo_experiments.runner.peaks import GpuUse, MemoryPeaks, StageSeconds, StageUse, way_out
 from async_grpo_experiments.runner.states import OnDisk, state_of
-from async_grpo_experiments.slots.foreground import stopped_by_signals
+from async_grpo_experiments.slots.foreground import QueueScreen, stamped, stopped_by_signals
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, RUNNING, WAITING, Ledger, Record
 from async_grpo_experiments.slots.places import Need, Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
-from async_grpo_experiments.slots.screen import QueueScreen, stamped
 from async_grpo_experiments.slots.starter import OpenStarter
 
 NAME, RUN_LOG = "experiment", "run.log"

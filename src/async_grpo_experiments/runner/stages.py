@@ -43,7 +43,7 @@ from async_grpo_experiments.runner.config import ALGORITHMS, GUIDED, OWN_PROCESS
 from async_grpo_experiments.runner.config_files import config_of
 from async_grpo_experiments.runner.graph import FOLDERS, ExperimentJob, jobs_of
 from async_grpo_experiments.runner.peaks import USAGE
-from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, JobResult, TrainedNote
+from async_grpo_experiments.runner.results import RESULT, TRAINED, EvaluatedSet, TrainedNote
 from async_grpo_experiments.runner.stage_settings import check, problems_of, settings_of
 from async_grpo_experiments.slots.foreground import stopped_by_signals
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
@@ -162,7 +162,7 @@ class Work:
                 self._child("evaluate", model, setup, run, "--json", str(figures), *self._sampled_with(guided))
             more = {} if model == self.reference else self._divergence(run, model)
             found += [replace(one, figures=one.figures | more) for one in _evaluated(dataset, read_object(figures))]
-        write_json(partial / RESULT, as_json(JobResult(evaluations=found)))
+        write_json(partial / RESULT, {"evaluations": [*map(as_json, found)]})
 
     def _rewards(self, samples: Iterable[Mapping[str, Any]]) -> list[float]:
         """Return the rewards of the samples: their own, or the scores of the reward model."""

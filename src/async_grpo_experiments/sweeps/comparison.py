@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
 from async_grpo.errors import UsageError
-from async_grpo.evals.estimators import CONFIDENCE, Estimate, mean_with_interval, range_of_difference
+from async_grpo.evals.estimators import CONFIDENCE, Estimate, Range, mean_with_interval, range_of_difference
 from async_grpo.formatting import counted
 from async_grpo_experiments.slots import ledger
 from async_grpo_experiments.slots.ledger import LEDGER
@@ -63,6 +64,7 @@ def compare(a: FinishedRuns, b: FinishedRuns, *, figure: str | None = None, step
     step = _step([*ours, *theirs], figure, step)
     mine, other = ([one.evaluations[step][figure] for one in one_side] for one_side in (ours, theirs))
     pairs = [x - y for x, y in zip(mine, other, strict=True)] if paired else []
+    within = range_of_difference(figure)
     return Effect(
         figure=figure,
         step=step,
@@ -71,7 +73,7 @@ def compare(a: FinishedRuns, b: FinishedRuns, *, figure: str | None = None, step
         a=fmean(mine),
         b=fmean(other),
         by_pair={str(seed): value for seed, value in zip(common, pairs)},
-        over_seeds=_cut(mean_with_interval(pairs) if paired else welch(mine, other), figure),
+        over_seeds=mean_with_interval(pairs, within) if paired else welch(mine, other, within),
         over_problems=_over_problems(ours, theirs, step, figure),
         sign_test=sign_test(pairs) if paired else None,
         smallest_possible=smallest_sign_test(len(pairs)) if paired else None,
@@ -85,14 +87,6 @@ def _figure(runs: Sequence[Curves]) -> str:
     raise UsageError("The two sweeps have no evaluation in common. Both need an eval_dataset and --eval-every over 0.")
 
 
-def _cut(difference: Estimate, figure: str) -> Estimate:
-    """The same with an interval that ends where such a difference does."""
-    within = range_of_difference(figure)
-    if within is None or difference.low is None or difference.high is None:
-        return difference
-    return replace(difference, low=max(difference.low, within[0]), high=min(difference.high, within[1]))
-
-
 def _step(runs: Sequence[Curves], figure: str, wanted: int | None) -> int:
     every = [{step for step, found in one.evaluations.items() if figure in found} for one in runs]
     common = set.intersection(*every)
@@ -104,8 +98,8 @@ def _step(runs: Sequence[Curves], figure: str, wanted: int | None) -> int:
     raise UsageError(f"Not all runs evaluated {figure} at that step. The steps that all have: {steps}.")
 
 
-def welch(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The difference of two means of independent samples, with Welch's interval; none for a single run."""
+def welch(ours: Sequence[float], theirs: Sequence[float], within: Range | None = None) -> Estimate:
+    """The difference of two means of independent samples, with Welch's interval cut to `within`; none for one run."""
     from scipy.stats import ttest_ind
 
     value, runs = fmean(ours) - fmean(theirs), len(ours) + len(theirs)
@@ -116,7 +110,8 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # all runs of one side reached the same: the interval holds
         low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(CONFIDENCE)
-    return Estimate(value=value, low=float(low), high=float(high), problems=runs)
+    least, most = within or (-math.inf, math.inf)
+    return Estimate(value=value, low=max(least, float(low)), high=min(most, float(high)), problems=runs)
 
 
 def _over_problems(ours: Sequence[Curves], theirs: Sequence[Curves], step: int, figure: str) -> Estimate | None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.formatting import counted, printable
-from async_grpo_experiments.slots.foreground import conclude, held_alone, stopped_by_signals
+from async_grpo_experiments.slots.foreground import QueueScreen, conclude, held_alone, stopped_by_signals
 from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Ledger, Record, end_leftovers, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
-from async_grpo_experiments.slots.screen import QueueScreen
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.commands import command
 from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
@@ -62,7 +61,10 @@ def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
     schedule = TaskSchedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
     stopped_by_signals(schedule.stop)
-    _announce(sweep, found, screen)
+    screen.say(
+        f"{counted(len(sweep.seeds), 'run')} of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on "
+        f"{', '.join(place.name for place in found.places)}; logs in {sweep.log_folder}, report in {sweep.folder}"
+    )
     with screen:
         schedule.run()
     return schedule.stopping
@@ -88,14 +90,6 @@ def _task(run: Run, found: Preflight, say: Callable[[str], None], *, begun: bool
 
 def _grace_s(sweep: Sweep) -> float:
     return GRACE_S if sweep.mode == ASYNC else PLAIN_GRACE_S
-
-
-def _announce(sweep: Sweep, found: Preflight, screen: QueueScreen) -> None:
-    places = ", ".join(place.name for place in found.places)
-    screen.say(
-        f"{counted(len(sweep.seeds), 'run')} of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on "
-        f"{places}; logs in {sweep.log_folder}, report in {sweep.folder}"
-    )
 
 
 def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> int:

@@ -19,7 +19,7 @@ from async_grpo_experiments.runner import experiment, peaks
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.graph import graph_of, kind_of
 from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, way_out
-from async_grpo_experiments.slots import gpu_driver, screen
+from async_grpo_experiments.slots import foreground, gpu_driver
 from async_grpo_experiments.slots.ledger import FAILED, LEDGER, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
@@ -189,7 +189,7 @@ def test_out_of_memory_alone_fails_with_what_would_help(yard: ExperimentYard, dr
 
 @pytest.mark.usefixtures("driver")
 def test_a_line_a_minute_has_all_gpus(yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(foreground, "LINE_EVERY_S", 0.0)
     assert yard.run(ONE_ROUND, places=TWO_GPUS) == 0
     gpus = r"GPU 0 80%, \d+\.0 GB of 80\.0 GB \| GPU 1 81%, \d+\.0 GB of 80\.0 GB"
     assert re.search(rf" 1 MODEL_TRAINED \| .*: evaluate on gpu\d \| {gpus}\n", (yard.root / "run.log").read_text())

@@ -13,9 +13,9 @@ from rich.console import Console
 from sweep_yard import SweepYard
 
 from async_grpo_experiments.slots import gpu_driver
+from async_grpo_experiments.slots.foreground import QueueScreen
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.slots.screen import QueueScreen
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.progress import COLUMNS, RunRows
 from patience import until
