@@ -16,6 +16,7 @@ from async_grpo.settings import (
     WorkerSettings,
     flag_name,
     not_negative,
+    not_negative_number,
     positive,
     seed_number,
 )
@@ -51,7 +52,7 @@ def build_parser() -> Parser:
     parser.add_argument("--num-workers", "-n", type=positive, help="workers of each run (default: as `train`)")
     parser.add_argument(
         "--stagger",
-        type=not_negative_seconds,
+        type=not_negative_number,
         default=plan.STAGGER_S,
         metavar="S",
         help=f"seconds between the starts of two runs (default: {plan.STAGGER_S:g})",
@@ -133,13 +134,6 @@ def _resumed(args: argparse.Namespace) -> Sweep:
         )
     begun = argparse.Namespace(**{**vars(args), "resume": False, "given": frozenset()})
     return plan.own(_sweep(begun).folder)
-
-
-def not_negative_seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"must be 0 or more seconds, got {text}")
-    return seconds
 
 
 def seeds(text: str) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def composed(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         with initialize_config_dir(str(folder.absolute()), version_base=None):
             tree = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise UsageError(
             f"Hydra cannot compose {folder / CONFIG} with {' '.join(overrides) or 'no keys'}: {error}"
         ) from error
@@ -98,7 +97,7 @@ def config_of(root: Path) -> ExperimentConfig:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _parsed(text: str | bytes) -> Any:
+def _parsed(text: bytes) -> Any:
     """The value in a text of YAML, which JSON could hold. `BadFileError` gives the reason where there is none."""
     levels = 0
     try:
@@ -114,29 +113,6 @@ def _parsed(text: str | bytes) -> Any:
 
 
 def changed(root: Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """The configuration of an experiment with some keys changed, `a.b=c`."""
-    tree: dict[str, Any] = as_json(config_of(root))
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        *above, last = key.split(".")
-        if not equals or not key or key[0] in "+~":
-            raise UsageError(
-                f"{override}: a resumed experiment has the keys that it was begun with; change one: KEY=VALUE."
-            )
-        part: Any = tree
-        for name in above:
-            part = part.setdefault(name, {})
-            if not isinstance(part, dict):
-                raise UsageError(f"{override}: {name} is a value and has no keys.")
-        part[last] = _value(override, text)
-    return checked(tree)
-
-
-def _value(override: str, text: str) -> Any:
-    """The value of `1e-5`, which YAML takes for a text, `[a, b]` or `null`. `UsageError`: it is none."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    try:
-        return _parsed(text)
-    except BadFileError as error:
-        raise UsageError(f"{override}: the value cannot be read: {error}.") from error
+    """The configuration of an experiment with some keys changed, as at its start: `a.b=c`, or `+a.b=c` for new ones."""
+    begun = config_of(root)
+    return checked(composed(root, overrides)) if overrides else begun
