@@ -21,16 +21,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from datasets import load_from_disk
+import torch
+from datasets import Dataset, load_from_disk
 
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.estimators import Estimate
+from async_grpo.evals.report import Evaluated
 from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_end, read_object
-from async_grpo.rundir.shape import as_json
+from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.generated import GENERATED
 from async_grpo.setup.process import end_with_parent, rank_of_launch
 from async_grpo_experiments.algorithms.protocols import GRPO_RUN, Continuations, Cut, collect
@@ -177,8 +179,6 @@ class Work:
         return name
 
     def _divergence(self, run: Path, model: str) -> dict[str, Estimate]:
-        import torch
-
         from async_grpo_experiments.algorithms.training import load_policy
         from async_grpo_experiments.runner.trained_divergence import divergence_of_groups
 
@@ -293,9 +293,6 @@ def _visible_gpus() -> int:
 
 def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]:
     """What `async-grpo evaluate --json` wrote, one evaluation for each strength."""
-    from async_grpo.evals.report import Evaluated
-    from async_grpo.rundir.shape import shaped
-
     for one in shaped(dict[str, Evaluated], found.get("models"), "models").values():
         eta = one.sampling.get("eta")
         yield EvaluatedSet(
@@ -309,8 +306,6 @@ def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]
 
 def trainer_of(path: Path) -> Any:
     """The trainer of a stage's setup file, in each process that samples."""
-    import torch
-    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
@@ -362,8 +357,6 @@ def unscored(completions: Sequence[Any], **_: Any) -> list[float]:
 
 def _memory_summary(rank: int) -> int:
     """Print the memory of this process's GPU; returns the most that it had reserved, 0 without a GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         return 0
     device = torch.cuda.current_device()
