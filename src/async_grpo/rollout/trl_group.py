@@ -5,7 +5,7 @@ and the record of it all for the queue.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -106,34 +106,38 @@ def parts_of(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def of_all(groups: Sequence[GeneratedGroup], name: str) -> list[Any] | None:
-    """This field of one group after the other, or the one group's own list, which code of the user's may change."""
-    if len(groups) == 1 or getattr(groups[0], name) is None:
-        own: list[Any] | None = getattr(groups[0], name)
-        return own
-    return [*chain.from_iterable(getattr(group, name) for group in groups)]
+def joined(groups: Sequence[GeneratedGroup]) -> GeneratedGroup:
+    """The completions of several groups one after the other, as if they were of one."""
+    names = ["rows", "prompts", "completions", "tokens"]
+    if groups[0].environments is not None:
+        names.append("environments")
+    lists: dict[str, Any] = {name: [*chain.from_iterable(getattr(group, name) for group in groups)] for name in names}
+    return replace(groups[0], **lists)
 
 
-def divided(columns: dict[str, list[Any]], parts: Sequence[slice]) -> list[dict[str, list[Any]]]:
-    """What each group has of the `log_extra` columns of one call.
+def divided(scores: Scores, parts: Sequence[slice], columns: Sequence[dict[str, Any]]) -> list[Scores]:
+    """The scores of each group, with its columns, of those of one call. What the call logged counts once.
 
     Raises:
-        ValueError: a column of several groups has not one value a completion, so whose they are is unknown.
+        ValueError: a column of `log_extra` has not one value a completion, so whose they are is unknown.
     """
-    if len(parts) == 1:
-        return [dict(columns)]
-    size = parts[-1].stop
-    for name, values in columns.items():
+    size = len(scores.rewards)
+    for name, values in scores.extra_columns.items():
         if len(values) % size:
             raise ValueError(f"log_extra({name!r}) has {len(values)} values for {size} completions.")
-    starts = {name: range(0, len(values), size) for name, values in columns.items()}  # one for each function that logs
-    return [
-        {
-            name: [one for start in starts[name] for one in values[start : start + size][part]]
-            for name, values in columns.items()
-        }
-        for part in parts
+    each = [
+        replace(
+            scores,
+            rewards=scores.rewards[part],
+            extra_columns={
+                name: [one for start in range(0, len(values), size) for one in values[start : start + size][part]]
+                for name, values in scores.extra_columns.items()  # once for each function that logs
+            },
+            columns=of_group,
+        )
+        for part, of_group in zip(parts, columns, strict=True)
     ]
+    return [each[0], *(replace(one, metrics={}, added={}) for one in each[1:])]
 
 
 def refuse_unknown_sampling(job: Job, *, guided: bool = False) -> None:

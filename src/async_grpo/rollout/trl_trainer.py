@@ -28,15 +28,15 @@ from async_grpo.rollout.trl_group import (
     Scores,
     as_fields,
     divided,
+    joined,
     merge_extra_fields,
-    of_all,
     parts_of,
     prompt_of,
     refuse_unknown_sampling,
     refuse_written_images,
     rows_of,
 )
-from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait, nothing_added
+from async_grpo.rollout.trl_view import ScoringContext, TrainerView, Wait
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import Capabilities, engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import adapter, class_of_trl, replaced_by_user
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from async_grpo.rollout.engines import Fields
 
-
-_GIVEN = ("rows", "prompts", "completions", "completion_ids", "environments")  # of a group, to the reward functions
 
 Images = list[list[Any] | None] | None  # of each prompt, as PIL has them
 Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and their log-probabilities, for each prompt
@@ -77,6 +75,7 @@ class RolloutTrainer:
     _changes: SamplingChanges
     _config: Any  # `generation_config` of the trainer as it was built
     _turns_of_users: bool  # `_generate_single_turn` is one of them
+    _prompts_of_users: bool  # `_tokenize_prompts` is
     _rewards: UserCode
     _numberless: Numberless
     _held: HeldData
@@ -92,6 +91,7 @@ class RolloutTrainer:
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
         self._of_users = replaced_by_user(trainer)
         self._turns_of_users = "_generate_single_turn" in self._of_users
+        self._prompts_of_users = "_tokenize_prompts" in self._of_users
         if self._turns_of_users:
             trainer.__class__ = _sampling_below(type(trainer), class_of_trl(trainer))
         self.trainer: Any = trainer
@@ -169,25 +169,18 @@ class RolloutTrainer:
         if job.sampling:
             refuse_unknown_sampling(job, guided=self._is_guided)
         self._refuse_changes(self.trainer)
-        with self.view.during(job, version, users=False) as call:
-            prepared = self._prepared(job, version)
-        self.view.outside.take_over(call)
-        return prepared
-
-    def _prepared(self, job: Job, version: int) -> PreparedGroup:
-        row, size, prefix = opened(job.row), job.num_generations, job.prefix_ids
+        row, size = opened(job.row), job.num_generations
         prompt = prompt_of(row)
-        if self._overrides("_tokenize_prompts") and not images_in(prompt):
-            prompt_ids, *_ = self.trainer._tokenize_prompts([copy.deepcopy(prompt) for _ in range(size)])
-            prompt_ids = [[*ids, *prefix] for ids in prompt_ids]
-            return PreparedGroup(job=job, version=version, prompt_ids=prompt_ids, row=row, prompt=prompt)
-        prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
-        if prefix and images is not None:
+        copies = size if self._prompts_of_users and not images_in(prompt) else 1
+        with self.view.during(job, version, prompts=True) if self._prompts_of_users else nullcontext():
+            made, images, fields = self.trainer._tokenize_prompts([copy.deepcopy(prompt) for _ in range(copies)])
+        if job.prefix_ids and images is not None:
             raise UnsupportedError(f"Job {job.seq} says how its completions begin (prefix_ids), and has images.")
+        prompt_ids = [[*ids, *job.prefix_ids] for ids in made]
         return PreparedGroup(
             job=job,
             version=version,
-            prompt_ids=[[*prompt_ids[0], *prefix]] * size,
+            prompt_ids=prompt_ids if copies == size else prompt_ids * size,
             row=row,
             prompt=prompt,
             images=None if images is None else [images[0]] * size,
@@ -199,12 +192,13 @@ class RolloutTrainer:
         prepared, size = sampled.prepared, sampled.prepared.job.num_generations
         prompt_ids, tokens = _with_prefix(sampled) if prepared.job.prefix_ids else (prepared.prompt_ids, sampled.tokens)
         trainer = copy.copy(self.trainer)
-        trainer.state, trainer._metrics = TrainerState(), nothing_added()  # TRL counts there what nobody reads
+        counts = {mode: defaultdict[str, list[float]](list) for mode in ("train", "eval")}
+        trainer.state, trainer._metrics = TrainerState(), counts  # TRL counts there what nobody reads
         trainer._tokenize_prompts = lambda prompts: (prompt_ids, prepared.images, {})
         trainer._generate_single_turn = lambda *args, **kwargs: ids_and_logprobs(tokens)
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
-        with self.view.during(prepared.job, prepared.version, users=False) as call:
-            made = RolloutBatch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
+        result, nothing = trainer._generate(prompts), ScoringContext()
+        made = RolloutBatch(trainer, rows, prompts, result, nothing, images=self.data_has_images)
         group = made.group(prepared.job, slice(None), prepared.version, tokens)
         if not sampled.divergences:
             return group
@@ -215,34 +209,33 @@ class RolloutTrainer:
         return self._rewards.call(self._score, groups)
 
     def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        if len(groups) == 1:
+            whole, parts = groups[0], [slice(None)]
+        else:
+            whole, parts = joined(groups), parts_of([len(group.rows) for group in groups])
         scorer = copy.copy(self.trainer)  # its own environments, so that calls cannot mix
-        rows, prompts, completions, ids, scorer.environments = (of_all(groups, name) for name in _GIVEN)
+        scorer.environments = whole.environments
         scorer.generation_config = self._config  # whatever the last job has brought
-        parts = parts_of([len(group.rows) for group in groups])
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             # This very call's: a reward function may log in threads of its own, which have no context.
             scorer._log_metric, scorer._log_completion_extra = call.log_metric, call.log_extra
             with self._held.around(scorer) if self._held.calls_left > 0 else nullcontext():
-                rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
+                rewards = scorer._calculate_rewards(whole.rows, whole.prompts, whole.completions, whole.completion_ids)
             self._refuse_changes(scorer)
-            columns = [_columns(scorer, *each) for each in zip(groups, parts, strict=True)]
+            columns: list[dict[str, Any]] = [{} for _ in groups]
+            if isinstance(scorer, Algorithm):
+                masks = [[tokens.mask for tokens in group.tokens] for group in groups]
+                columns = [scorer.columns_of(*each) for each in zip(parts, masks, strict=True)]
         if self._numberless.looks:
             self._numberless.saw(scorer.reward_func_names, rewards, len(groups))
-        extra = divided(call.extra, parts)
-        call.take_over(self.view.outside)
-        first = Scores(
+        scores = Scores(
             names=scorer.reward_func_names,
-            rewards=rewards[parts[0]].float().cpu(),
-            metrics=dict(call.logged),
-            added=call.taken(),
-            extra_columns=extra[0],
+            rewards=rewards.float().cpu(),
+            extra_columns=dict(call.extra),
             columns=columns[0],
+            **call.taken(self.view.outside),
         )
-        others = [
-            replace(first, rewards=rewards[part].float().cpu(), metrics={}, added={}, extra_columns=e, columns=c)
-            for part, e, c in zip(parts[1:], extra[1:], columns[1:], strict=True)
-        ]  # a value of a call counts once
-        return [first, *others]
+        return [scores] if len(groups) == 1 else divided(scores, parts, columns)
 
     def fork(self) -> RolloutTrainer:
         """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
@@ -326,7 +319,7 @@ class RolloutBatch:
     rows: list[dict[str, Any]]
     prompts: list[Any]
     result: tuple[Any, ...]
-    call: ScoringCall  # in which it was made
+    call: ScoringContext  # in which it was made
     images: bool  # whether the training data has any; a prompt or a tool may bring some all the same
 
     def group(self, job: Job, part: slice, version: int, tokens: list[Tokens] | None = None) -> GeneratedGroup:
@@ -349,8 +342,7 @@ class RolloutBatch:
             tokens=tokens,
             has_masks=masks is not None or bool(job.prefix_ids),
             environments=environments[part] if environments is not None else None,
-            metrics=self.call.counted(),
-            added=self.call.taken(),
+            **self.call.taken(),
         )
 
 
@@ -361,10 +353,3 @@ def _with_prefix(sampled: SampledGroup) -> tuple[list[list[int]], list[Tokens]]:
     given = unsampled(prefix, sampled.prepared.version) if named else unsampled(prefix)
     prompts = [ids[: -len(prefix)] for ids in sampled.prepared.prompt_ids]
     return prompts, [given + tokens for tokens in sampled.tokens]
-
-
-def _columns(scorer: Any, group: GeneratedGroup, part: slice) -> dict[str, Any]:
-    """Return what the algorithm of the trainer adds to a group that was scored."""
-    if not isinstance(scorer, Algorithm):
-        return {}
-    return scorer.columns_of(part, [tokens.mask for tokens in group.tokens])

@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from transformers import TrainerState
@@ -52,22 +54,26 @@ _USES = (
     *("neg", "abs", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"),
     *("floordiv", "rfloordiv", "mod", "rmod", "pow"),
 )
-_call: ContextVar[ScoringCall | None] = ContextVar("the job that code of the user's runs for", default=None)
+_call: ContextVar[ScoringContext | None] = ContextVar("the job that code of the user's runs for", default=None)
 
 Wait = Callable[[Callable[[], StateAt | None], str], StateAt]  # until something is there; of what it is said to be
-Added = dict[str, list[float]]  # by MODE/NAME of `_metrics`
+_Values = defaultdict[str, list[Any]]
+_none_yet = partial(defaultdict[str, list[Any]], list)
 
 
-class ScoringCall:
-    """Code of the user's that runs for a job, or for jobs of one kind."""
+@dataclass(eq=False)
+class ScoringContext:
+    """Code of the user's that runs for a job, or for jobs of one kind: what it sees of the state, and what it says."""
 
-    def __init__(self, known: Mapping[str, Any], job: Job | None = None, *, scores: bool = False) -> None:
-        self.known, self.job, self.scores = known, job, scores
-        self.later: Mapping[str, Any] | None = None  # the fields of the state that did not come with the job
-        self.added = nothing_added()
-        self.logged: defaultdict[str, list[float]] = defaultdict(list)  # `log_metric`
-        self.extra: defaultdict[str, list[Any]] = defaultdict(list)  # `log_extra`
-        self.error: AsyncGRPOError | None = None  # it ends the call, even where the user's code catches it
+    known: Mapping[str, Any] = field(default_factory=dict)  # fields of the state that came with the job
+    job: Job | None = None
+    scores: bool = False  # it is the reward functions
+    later: Mapping[str, Any] | None = None  # all fields of the state, once another than those was asked for
+    counted: _Values = field(default_factory=_none_yet)  # by TRL, of `COUNTED_BY_TRL`
+    added: _Values = field(default_factory=_none_yet)  # to `_metrics`, by MODE/NAME
+    logged: _Values = field(default_factory=_none_yet)  # `log_metric`
+    extra: _Values = field(default_factory=_none_yet)  # `log_extra`
+    error: AsyncGRPOError | None = None  # it ends the call, even where the user's code catches it
 
     def log_metric(self, name: str, value: float) -> None:
         self.logged[name].append(value)
@@ -75,38 +81,22 @@ class ScoringCall:
     def log_extra(self, column: str, values: list[Any]) -> None:
         self.extra[column].extend(values)
 
-    def counted(self) -> dict[str, list[float]]:
-        """What TRL counted while generating that the trainer side cannot count again, and `log_metric`, this once."""
-        logged, self.logged = self.logged, defaultdict(list)
-        return {name: v for name, v in self.added["train"].items() if name in COUNTED_BY_TRL_ALONE} | logged
+    def taken(self, *others: ScoringContext) -> dict[str, dict[str, list[Any]]]:
+        """The fields `metrics` and `added` of a group, or of its scores. What code logs and adds is taken once.
 
-    def take_over(self, other: ScoringCall) -> None:
-        """Have what another call added to `_metrics` and logged sent with this one."""
-        added, other.added = other.added, nothing_added()  # other threads add to it meanwhile
-        logged, other.logged = other.logged, defaultdict(list)
-        for mode, of_mode in added.items():
-            for name, values in [*of_mode.items()]:
-                self.added[mode][name] += values
-        for name, values in [*logged.items()]:
-            self.logged[name] += values
+        `metrics` have what TRL counted while generating that the trainer side cannot count again.
 
-    def taken(self) -> Added:
-        """What the user's code added to `_metrics`, once."""
-        found = {
-            f"{mode}/{name}": values
-            for mode, of_mode in self.added.items()
-            for name, values in of_mode.items()
-            if name not in COUNTED_BY_TRL and values
-        }
-        for of_mode in self.added.values():
-            for name in of_mode.keys() - COUNTED_BY_TRL:
-                del of_mode[name]
-        return found
-
-
-def nothing_added() -> dict[str, defaultdict[str, list[float]]]:
-    """`_metrics` of a trainer that has counted nothing yet."""
-    return {"train": defaultdict(list), "eval": defaultdict(list)}
+        Args:
+            others: contexts whose values are sent with these.
+        """
+        metrics = {name: values for name, values in self.counted.items() if name in COUNTED_BY_TRL_ALONE}
+        added: dict[str, list[Any]] = {}
+        for context in (self, *others):
+            for name in [*context.logged]:  # other threads add to it meanwhile
+                metrics[name] = metrics.get(name, []) + context.logged.pop(name)
+            for name in [*context.added]:
+                added[name] = added.get(name, []) + context.added.pop(name)
+        return {"metrics": metrics, "added": added}
 
 
 class TrainerView:
@@ -120,12 +110,12 @@ class TrainerView:
     def __init__(self, trainer: Any, states: StateReader | None = None, wait: Wait | None = None) -> None:
         self._states, self._wait = states, wait or _without_waiting
         self._built_with = dict(vars(trainer.state))
-        self.outside = ScoringCall(self._built_with)  # of code that runs in no call: it sees the newest issued
-        self._under_way: list[ScoringCall] = []
+        self.outside = ScoringContext(self._built_with)  # of code that runs in no call: it sees the newest issued
+        self._under_way: list[ScoringContext] = []
         self.policy_is_here = False  # the engine samples with the trainer's own model
         trainer.model.register_forward_pre_hook(self._check_policy)
         trainer.state = IssuedState(self)
-        trainer._metrics = {mode: MetricsToAdd(self, mode) for mode in self.outside.added}
+        trainer._metrics = {mode: MetricsToAdd(self, mode) for mode in ("train", "eval")}
         trainer._log_metric = lambda name, value: self.now().log_metric(name, value)
         trainer._log_completion_extra = self._log_extra
         trainer.is_in_train = True
@@ -138,35 +128,36 @@ class TrainerView:
         vars(trainer).update({name: NotHere(self, f"trainer.{name}", why) for name, why in not_here.items()})
 
     @contextmanager
-    def during(self, job: Job, version: int, *, scores: bool = False, users: bool = True) -> Iterator[ScoringCall]:
+    def during(
+        self, job: Job, version: int, *, scores: bool = False, prompts: bool = False
+    ) -> Iterator[ScoringContext]:
         """Run code for `job` in this block. What it refused is raised at its end, where it was caught.
 
         Args:
             version: of the weights; all that is known of a job without a state.
             scores: it is the reward functions.
-            users: it may last, so threads that it starts find it.
+            prompts: it makes a prompt. What it adds is sent with the next group that is scored, and threads that it
+                starts do not find it.
         """
-        sent = job.trainer_state or {"global_step": version}
-        call = ScoringCall({name: sent.get(name, self._built_with[name]) for name in WITH_THE_JOB}, job, scores=scores)
-        if call.known["global_step"] >= self.outside.known["global_step"]:
-            self.outside.known, self.outside.job, self.outside.later = call.known, job, None
+        sent, outside = job.trainer_state or {"global_step": version}, self.outside
+        call = ScoringContext({name: sent.get(name, self._built_with[name]) for name in WITH_THE_JOB}, job, scores)
+        if call.known["global_step"] >= outside.known["global_step"]:
+            outside.known, outside.job, outside.later = call.known, job, None
+        if prompts:
+            call.added, call.logged = outside.added, outside.logged
+        else:
+            self._under_way.append(call)
         token = _call.set(call)
-        self._under_way += [call] * users
         try:
             yield call
         finally:
             _call.reset(token)
-            if users:
+            if not prompts:
                 self._under_way.remove(call)
-            if (error := call.error or self.outside.error) is not None:
+            if (error := call.error or outside.error) is not None:
                 raise error
 
-    @property
-    def added(self) -> dict[str, defaultdict[str, list[float]]]:
-        """By mode and name: what the code that asks has added to `_metrics`."""
-        return self.now().added
-
-    def now(self) -> ScoringCall:
+    def now(self) -> ScoringContext:
         """The call that this code runs in. Threads of the user's see the one under way, or the newest issued."""
         if (call := _call.get()) is not None:
             return call
@@ -178,11 +169,8 @@ class TrainerView:
         way = "or train in one process (without --distributed)"
         self._fail(RunRefused(f"{what} cannot be used in a worker: {why}, {way}."))
 
-    def read(self, name: str) -> Any:
-        """A field of the state, its own or one that a callback has put there."""
-        call = self.now()
-        if name in call.known:
-            return call.known[name]
+    def asked_for(self, name: str, call: ScoringContext) -> Any:
+        """A field of the state that did not come with the job, or one that a callback has put there."""
         if call.later is None:
             call.later = self._later(call)
         if name == "log_history" and name not in call.later:
@@ -193,12 +181,12 @@ class TrainerView:
 
     def whole(self) -> TrainerState:
         """A state of its own, with all fields."""
-        state = TrainerState()
-        vars(state).update({name: self.read(name) for name in self._built_with})
-        vars(state).update(self.now().later or {})
+        state, call = TrainerState(), self.now()
+        self.asked_for("log_history", call)
+        vars(state).update({**(call.later or {}), **call.known})
         return state
 
-    def _later(self, call: ScoringCall) -> Mapping[str, Any]:
+    def _later(self, call: ScoringContext) -> Mapping[str, Any]:
         if call.job is None:
             return self._built_with
         found = self._state_at(int(call.known["global_step"]), waits=call.job.purpose == "train")
@@ -258,9 +246,10 @@ class IssuedState(TrainerState):
         view: TrainerView = object.__getattribute__(self, "_view")
         if name == "__class__":
             return TrainerState
-        if name in TrainerState.__dataclass_fields__ or not hasattr(TrainerState, name):
-            return view.read(name)
-        return getattr(view.whole(), name)
+        if name not in TrainerState.__dataclass_fields__ and hasattr(TrainerState, name):
+            return getattr(view.whole(), name)
+        call = view.now()
+        return call.known[name] if name in call.known else view.asked_for(name, call)
 
     def __setattr__(self, name: str, value: Any) -> None:
         view: TrainerView = object.__getattribute__(self, "_view")
@@ -321,21 +310,21 @@ class _AddOnly:
 class MetricsToAdd(_AddOnly):
     """`_metrics` of one mode."""
 
-    def __getitem__(self, name: str) -> _Values:
-        return _Values(self._view, self._mode, name)
+    def __getitem__(self, name: str) -> ValuesToAdd:
+        return ValuesToAdd(self._view, self._mode, name)
 
-    def setdefault(self, name: str, default: Any = None) -> _Values:
+    def setdefault(self, name: str, default: Any = None) -> ValuesToAdd:
         """As a dictionary's."""
         return self[name]
 
     def __setitem__(self, name: str, values: Any) -> None:
         if name in COUNTED_BY_TRL:
-            self._view.added[self._mode][name] = list(values)
-        elif not isinstance(values, _Values):  # `+=` has added them
+            self._view.now().counted[name] = list(values)
+        elif not isinstance(values, ValuesToAdd):  # `+=` has added them
             self._view.refuse(f"trainer._metrics[{self._mode!r}][{name!r}] = …", "it is the server's. Append to it")
 
 
-class _Values(_AddOnly):
+class ValuesToAdd(_AddOnly):
     """The values of one metric."""
 
     def __init__(self, view: TrainerView, mode: str, name: str) -> None:
@@ -343,12 +332,15 @@ class _Values(_AddOnly):
         self._name = name
 
     def append(self, value: float) -> None:
-        self._view.added[self._mode][self._name].append(value)
+        call = self._view.now()
+        values = call.counted[self._name] if self._name in COUNTED_BY_TRL else call.added[f"{self._mode}/{self._name}"]
+        values.append(value)
 
     def extend(self, values: Any) -> None:
-        self._view.added[self._mode][self._name].extend(values)
+        for value in values:
+            self.append(value)
 
-    def __iadd__(self, values: Any) -> _Values:
+    def __iadd__(self, values: Any) -> ValuesToAdd:
         self.extend(values)
         return self
 

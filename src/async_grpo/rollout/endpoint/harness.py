@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
-    from async_grpo.rollout.trl_view import ScoringCall as ViewCall
+    from async_grpo.rollout.trl_view import ScoringContext
     from async_grpo.rollout.turns.asks import Asks
     from async_grpo.rollout.turns.calls import Outcome
     from async_grpo.tokens import Tokens
@@ -180,12 +180,12 @@ class Harness:
         prompts: list[Any],
         episodes: Sequence[Episode],
         played: Sequence[_PlayedEpisode],
-        call: ViewCall,
+        call: ScoringContext,
     ) -> GeneratedGroup:
         names = dict.fromkeys(chain.from_iterable(each.columns for each in played))
         columns = {name: [each.columns.get(name) for each in played] for name in names}
         merge_extra_fields(rows, {**columns, ERROR_COLUMN: [each.error for each in played]})
-        transcripts = [episode.transcript for episode in episodes]
+        transcripts, taken = [episode.transcript for episode in episodes], call.taken()
         return GeneratedGroup(
             job=job,
             begun_by=version,
@@ -200,8 +200,8 @@ class Harness:
                 "agent/turns": [sum(transcript.turns for transcript in transcripts) / len(transcripts)],
                 "agent/failure_frequency": [sum(each.error is not None for each in played) / len(played)],
             }
-            | call.counted(),
-            added=call.taken(),
+            | taken["metrics"],
+            added=taken["added"],
         )
 
 
