@@ -240,7 +240,7 @@ class InProcessWorker:
 
     def rollouts(self, jobs: Sequence[Job], version: int = 0) -> list[RolloutGroup]:
         return [
-            to_record(group, self.calls.score([group])[0], attempt=0, worker="dev0", timings=Timings())
+            to_record(group, self.trl.score([group])[0], attempt=0, worker="dev0", timings=Timings())
             for group in self.generate(jobs, version)
         ]
 

@@ -41,7 +41,7 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
         for field in FIELDS:
             assert getattr(group, field) == getattr(expected, field), field
         assert (group.job, group.version) == (expected.job, 3)
-        ours, theirs = (worker.calls.score([one])[0] for one in (group, expected))
+        ours, theirs = (worker.trl.score([one])[0] for one in (group, expected))
         assert ours.rewards.tolist() == theirs.rewards.tolist()
 
 
@@ -101,7 +101,7 @@ def test_a_completion_begins_with_the_tokens_of_its_job(chat_template: str | Non
         assert tokens.mask[:4] == [0, 0, 0, 1] and tokens.logprobs[:3] == [0.0] * 3 and tokens.logprobs[3] < 0
         text = completion if isinstance(completion, str) else completion[0]["content"]
         assert text == worker.trl.trainer.processing_class.decode(tokens.ids, skip_special_tokens=True)
-    scores = worker.calls.score([group])[0]
+    scores = worker.trl.score([group])[0]
     record = to_record(group, scores, attempt=0, worker="dev1", timings=Timings())
     assert record.tool_mask is not None and record.tool_mask.tolist() == [*group.tokens[0].mask, *group.tokens[1].mask]
 

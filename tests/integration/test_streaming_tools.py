@@ -81,7 +81,7 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         assert group.tokens[0].versions[-1] == 5, "the last turn was sampled by newer weights"
         assert set(group.tokens[1].versions) == {4}
         assert group.version == 4
-        rewards = worker.calls.score([group])[0].rewards
+        rewards = worker.trl.score([group])[0].rewards
         if kind == "environments":
             assert rewards[:, 1].tolist() == [3.0, 0.0], "each group's rewards are of its own environments"
 

@@ -156,8 +156,8 @@ def test_a_call_with_several_groups_gives_each_what_a_call_of_its_own_does(tmp_p
 
     worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=[logging_reward, async_letters, again]))
     groups = worker.generate(jobs_of(plain_rows(3)))
-    alone = [worker.calls.score([group])[0] for group in groups]
-    together = worker.calls.score(groups)
+    alone = [worker.trl.score([group])[0] for group in groups]
+    together = worker.trl.score(groups)
     assert calls == [2, 2, 2, 6]
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one.rewards, other.rewards)
@@ -172,7 +172,7 @@ def test_a_function_that_gives_no_number_in_a_joint_call_is_warned_of_once(tmp_p
     worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=[broken, length]))
     groups = worker.generate(jobs_of(plain_rows(5)))
     for _ in range(2):
-        worker.calls.score(groups)
+        worker.trl.score(groups)
     assert len(warnings) == 1
     assert "the reward function broken gave no number, only NaN or None, for any of 10 completions" in warnings[0]
 
@@ -185,8 +185,8 @@ def test_columns_that_do_not_say_whose_they_are_make_groups_be_scored_alone(tmp_
     worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=one_value))
     groups = worker.generate(jobs_of(plain_rows(2)))
     with pytest.raises(ValueError, match=r"log_extra\('mean'\) has 1 values for 4 completions"):
-        worker.calls.score(groups)
-    assert len(worker.calls.score(groups[:1])[0].extra_columns["mean"]) == 1
+        worker.trl.score(groups)
+    assert len(worker.trl.score(groups[:1])[0].extra_columns["mean"]) == 1
 
 
 STATE = ("global_step", "max_steps", "epoch", "num_train_epochs", "train_batch_size", "is_world_process_zero")

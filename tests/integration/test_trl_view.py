@@ -156,7 +156,7 @@ def test_what_is_added_to_the_metrics_is_logged_as_in_trl(tmp_path: Path) -> Non
 def test_what_is_added_while_prompts_are_made_travels_with_the_next_group(tmp_path: Path) -> None:
     worker = InProcessWorker(build_trainer(tmp_path, trainer_class=AddsOfPrompts))
     groups = worker.generate(jobs_of(plain_rows(2)))
-    assert [worker.calls.score([group])[0].added for group in groups] == [{"train/prompts": [2.0, 2.0]}, {}]
+    assert [worker.trl.score([group])[0].added for group in groups] == [{"train/prompts": [2.0, 2.0]}, {}]
 
 
 def test_a_value_counts_once(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_a_value_counts_once(tmp_path: Path) -> None:
 
     worker = InProcessWorker(reading(tmp_path, look)())
     groups = worker.generate(jobs_of(plain_rows(3)))
-    together = worker.calls.score(groups)
+    together = worker.trl.score(groups)
     assert [scores.added for scores in together] == [{"train/calls": [1.0], "eval/calls": [2.0]}, {}, {}]
-    assert worker.calls.score(groups[:1])[0].added["train/calls"] == [1.0]
+    assert worker.trl.score(groups[:1])[0].added["train/calls"] == [1.0]
 
 
 WHY_AND_WAY = r"[a-z].+\. [A-Z].+, or train in one process \(without --distributed\)\.$"
@@ -216,7 +216,7 @@ def test_what_no_worker_has_ends_the_run_when_it_is_used(
     worker = InProcessWorker(worker_of(get_trainer))
     groups = worker.generate(jobs_of(plain_rows(1)))
     with pytest.raises(RunRefused, match=rf"^trainer\.{name}.* cannot be used in a worker: {WHY_AND_WAY}"):
-        worker.calls.score(groups)
+        worker.trl.score(groups)
 
 
 def worker_of(get_trainer: Callable[..., GRPOTrainer]) -> GRPOTrainer:
@@ -250,7 +250,7 @@ def test_a_reward_logs_in_threads_of_its_own(tmp_path: Path) -> None:
     worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=logs))
     [group] = worker.generate(jobs_of(plain_rows(1)))
     with worker.trl.view.during(group.job, group.version):  # a dialogue, say
-        [scores] = worker.calls.score([group])
+        [scores] = worker.trl.score([group])
     assert scores.extra_columns == {"mine": [1] * len(group.rows)} and scores.metrics == {"also": [2.0]}
 
 
@@ -261,13 +261,13 @@ def test_the_policy_may_be_used_where_its_weights_stay(tmp_path: Path) -> None:
 
     worker = InProcessWorker(reading(tmp_path, look)())
     [group] = worker.generate(jobs_of(plain_rows(1)))
-    worker.calls.score([group])
+    worker.trl.score([group])
     for stale in (replace(group.job, born_version=1), replace(group.job, purpose="eval")):
         with pytest.raises(RunRefused, match=r"trainer\.model in a reward function cannot be used"):
-            worker.calls.score([replace(group, job=stale)])
+            worker.trl.score([replace(group, job=stale)])
     worker.trl.view.policy_is_here = False  # as with vLLM
     with pytest.raises(RunRefused, match=r"trainer\.model in a reward function cannot be used"):
-        worker.calls.score([group])
+        worker.trl.score([group])
 
 
 def test_tools_and_environments_read_what_they_read_in_trl(tmp_path: Path) -> None:

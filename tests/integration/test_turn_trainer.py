@@ -191,8 +191,8 @@ def test_turn_rewards_of_groups_that_shared_a_call(tmp_path: Path) -> None:
     trainer = turn_trainer(tmp_path, turn_reward_funcs=[numbers, Judge()], reward_weights=[1.0, 1.0, 1.0])()
     worker = InProcessWorker(trainer, ScriptedEngine(Script(trainer.processing_class, reply)))
     groups = worker.generate(jobs_of(chat_rows(3), group_size=4))
-    together = worker.calls.score(groups)
-    alone = [worker.calls.score([group])[0] for group in groups]
+    together = worker.trl.score(groups)
+    alone = [worker.trl.score([group])[0] for group in groups]
     ours, theirs = ([str(scores.columns) for scores in made] for made in (together, alone))  # there are NaN
     assert ours == theirs
     assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(together, alone, strict=True))

@@ -15,14 +15,14 @@ from async_grpo.rollout.trl_group import GroupOutcome
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
-    from async_grpo.rollout.trl_group import GeneratedGroup, Scores
+    from async_grpo.rollout.engines import Engine, PreparedGroup
+    from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.settings import WorkerSettings
 
 
 class Generation(ABC):
-    """Makes groups of jobs, and scores them. Made and used by the worker's thread; it scores in others."""
+    """Makes groups of jobs. Made and used by the worker's thread."""
 
     def __init__(self, trl: RolloutTrainer, engine: Engine) -> None:
         self._trl, self._engine = trl, engine
@@ -45,12 +45,8 @@ class Generation(ABC):
     def close(self) -> None:
         """Drop the groups that have not ended. It can be used again."""
 
-    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        """The scores of each group, from one call of the reward functions."""
-        return self._trl.score(groups)
-
     def let_go(self, group: GeneratedGroup) -> None:  # noqa: B027  # a subclass may keep something of it
-        """The group will not be scored again."""
+        """The group will not be scored again. May be called from any thread."""
 
 
 def generation(trl: RolloutTrainer, engine: Engine, settings: WorkerSettings | None = None) -> Generation:
@@ -77,19 +73,18 @@ class Direct(Generation):
 
     def step(self) -> list[GroupOutcome]:
         prepared, self._prepared = self._prepared, []
-        failed, self._failed = self._failed, []
-        return [*failed, *map(self._outcome, self._engine.sample(prepared))]
+        outcomes, self._failed = self._failed, []
+        for sampled in self._engine.sample(prepared):
+            group, error = None, sampled.error
+            try:
+                if error is None:
+                    group = self._trl.finish(sampled)
+            except USER_ERRORS as raised:  # a completion that TRL cannot parse
+                error = raised
+            outcomes.append(GroupOutcome(job=sampled.prepared.job, group=group, error=error))
+        return outcomes
 
     def close(self) -> None:
         self._prepared.clear()
         self._failed.clear()
         self._engine.close()
-
-    def _outcome(self, sampled: SampledGroup) -> GroupOutcome:
-        job = sampled.prepared.job
-        if sampled.error is not None:
-            return GroupOutcome(job=job, error=sampled.error)
-        try:
-            return GroupOutcome(job=job, group=self._trl.finish(sampled))
-        except USER_ERRORS as error:  # a completion that TRL cannot parse
-            return GroupOutcome(job=job, error=error)

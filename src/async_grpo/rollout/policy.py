@@ -23,26 +23,7 @@ if TYPE_CHECKING:
 
 
 class Policy(ABC):
-    """How an engine gets the newest policy version: the worker's only way to the weights."""
-
-    _weights: RemoteWeights
-
-    @property
-    def is_published(self) -> bool:
-        """Whether there is a version to adopt."""
-        return self._weights.version is not None
-
-    def intact(self, *, wait: bool) -> bool:
-        """Whether what the engine has read in place is what was published. Ask before its tokens are used.
-
-        Args:
-            wait: for what the GPU is computing.
-        """
-        return self._weights.intact(wait=wait)
-
-    def release(self) -> None:
-        """Hold no version any more: no group is being sampled."""
-        self._weights.release()
+    """How an engine gets the newest policy version."""
 
     @abstractmethod
     def adopt(self, in_use: Collection[int] = ()) -> int | None:

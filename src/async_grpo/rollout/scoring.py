@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from async_grpo.setup.replaced import replaced_by_user
 if TYPE_CHECKING:
     from async_grpo.rollout.generation import Generation
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 
 OVERLAPPING = 4  # calls at a time, where the reward functions allow several and no option says how many
@@ -58,17 +60,6 @@ def _says(function: Any, name: str, default: bool) -> bool:
     return bool(getattr(function, name, default))
 
 
-def together(sizes: Sequence[int], most: int) -> int:
-    """How many of the first groups, with so many completions each, one call takes: one at least."""
-    taken, completions = 0, 0
-    for size in sizes:
-        completions += size
-        if taken and completions > most:
-            break
-        taken += 1
-    return taken
-
-
 class _ToScore(NamedTuple):
     group: GeneratedGroup
     alone: bool  # it is not to share a call
@@ -88,8 +79,8 @@ class Scoring:
     all calls share TRL's one event loop.
     """
 
-    def __init__(self, scorer: Generation, calls: RewardCalls) -> None:
-        self._scorer, self._calls = scorer, calls
+    def __init__(self, trl: RolloutTrainer, generation: Generation, calls: RewardCalls) -> None:
+        self._trl, self._generation, self._calls = trl, generation, calls
         self._waiting: list[_ToScore] = []
         self._called = 0  # calls under way
         self._running = 0  # groups that are in one, or were and are not taken from `finished` yet
@@ -109,10 +100,6 @@ class Scoring:
 
     def start(self, group: GeneratedGroup, *, alone: bool = False) -> None:
         """Have `group` scored, `alone` in a call of its own; its outcome comes out of `finished`."""
-        if self._calls.at_a_time == 0:
-            self._begin([group])
-            self._run([group])
-            return
         self._waiting.append(_ToScore(group, alone))
         self._waiting.sort(key=lambda one: one.group.job.seq)
         self._fill()
@@ -133,28 +120,30 @@ class Scoring:
             return outcomes
 
     def _fill(self) -> None:
-        while self._waiting and self._called < self._calls.at_a_time:
+        at_a_time = self._calls.at_a_time
+        while self._waiting and (at_a_time == 0 or self._called < at_a_time):
             groups = self._next_call()
-            self._begin(groups)
-            self._threads.run(partial(self._run, groups), name="scoring")
-
-    def _begin(self, groups: Sequence[GeneratedGroup]) -> None:
-        self._called += 1
-        self._running += len(groups)
+            self._called += 1
+            self._running += len(groups)
+            if at_a_time == 0:
+                self._run(groups)
+            else:
+                self._threads.run(partial(self._run, groups), name="scoring")
 
     def _next_call(self) -> list[GeneratedGroup]:
         first = self._waiting[0]
         mates = [first]
         if self._calls.most_completions and not first.alone:
             mates = [one for one in self._waiting if not one.alone and one.kind == first.kind]
-            mates = mates[: math.ceil(len(mates) / self._calls.at_a_time)]
-            mates = mates[: together([len(one.group.rows) for one in mates], self._calls.most_completions)]
+            mates = mates[: math.ceil(len(mates) / max(1, self._calls.at_a_time))]
+            ends = accumulate(len(one.group.rows) for one in mates)
+            mates = mates[: max(1, sum(end <= self._calls.most_completions for end in ends))]
         self._waiting = [one for one in self._waiting if not any(one is mate for mate in mates)]
         return [one.group for one in mates]
 
     def _run(self, groups: Sequence[GeneratedGroup]) -> None:
         for group, outcome in zip(groups, self._outcomes(groups, spent_s=0.0), strict=True):
-            self._scorer.let_go(group)
+            self._generation.let_go(group)
             self._done.put(outcome)
         self._done.put(None)
 
@@ -164,7 +153,7 @@ class Scoring:
         scores: Sequence[Scores | None] = [None] * len(groups)
         error: BaseException | None = None
         try:
-            scores = self._scorer.score(groups)
+            scores = self._trl.score(groups)
         except BaseException as raised:  # noqa: BLE001  # whatever rewards raise belongs to the job: `exit()` as well
             error = raised
         spent_s += (time.monotonic() - started) / len(groups)

@@ -124,10 +124,10 @@ class Worker:
         self._generation = generation(context.trl, engine, context.settings)
         self._queue, self._run_dir, self._should_stop = context.queue, context.run, context.should_stop
         self._check_run = context.check_run
-        self._policy = engine.follow(context.weights)
+        self._weights, self._policy = context.weights, engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
         calls = reward_calls(context.trl.trainer, context.settings, deterministic=context.deterministic)
-        self._scoring = Scoring(self._generation, calls)
+        self._scoring = Scoring(context.trl, self._generation, calls)
         self._held: deque[Claim] = deque()  # claimed, and waiting for weights
         self._held_since = 0.0
         self._started: dict[int, _InFlight] = {}  # by the job's seq, until it is handed back or has failed
@@ -207,7 +207,7 @@ class Worker:
         """Take on the newest weights, as far as the groups in flight allow it."""
         while self._unserved_since is not None and self._held:
             self._hand_back(self._held.popleft())
-        nothing_published = self._version is None and not self._policy.is_published
+        nothing_published = self._version is None and self._weights.version is None
         if not (self._held or self._sampling) or nothing_published:
             return
         started, before = time.monotonic(), self._version
@@ -249,7 +249,7 @@ class Worker:
             activity.doing(GENERATING)
             started, groups = time.monotonic(), len(self._sampling)
             ended = self._generation.step()
-            if not self._policy.intact(wait=bool(ended)):  # no wait for the GPU at every token
+            if not self._weights.intact(wait=bool(ended)):  # no wait for the GPU at every token
                 self._hand_back_sampling(ended)
                 return []
             self._busy_clock += (time.monotonic() - started) / groups
@@ -260,7 +260,7 @@ class Worker:
                 if outcome.error is not None:
                     self._failed(outcome.job.seq, outcome.error)
         if not self._sampling:
-            self._policy.release()
+            self._weights.release()
         return [outcome.group for outcome in ended if outcome.group is not None]
 
     def _score(self, group: GeneratedGroup) -> None:
@@ -337,7 +337,7 @@ class Worker:
         for outcome in ended:
             if outcome.group is not None:
                 self._generation.let_go(outcome.group)
-        self._policy.release()
+        self._weights.release()
         for seq in [*self._sampling]:
             del self._sampling[seq]
             self._hand_back(self._started.pop(seq).claim)

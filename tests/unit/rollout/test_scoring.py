@@ -71,7 +71,7 @@ def wait_for(score: Scoring, wanted: int) -> dict[int, GroupOutcome]:
 
 
 def scoring(rewards: Rewards, at_a_time: int = 1, most: int = BATCH) -> Scoring:
-    return Scoring(rewards, RewardCalls(at_a_time, most))
+    return Scoring(rewards, rewards, RewardCalls(at_a_time, most))
 
 
 def test_groups_that_wait_for_a_call_share_the_next_one() -> None:

@@ -6,7 +6,6 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,21 +247,11 @@ def test_environments_are_used_again_once_their_group_is_scored() -> None:
     second = ended(turns, [20])
     assert trl.forks == 2, "the first group's environments are still in use"
     made = [first[10].group, second[20].group]
-    assert [turns.score([group])[0][0][0] for group in made] == [[110], [120]]  # type: ignore[index]
+    assert [trl.score([group])[0][0][0] for group in made] == [[110], [120]]
     for group in made:
         turns.let_go(group)
     ended(turns, [30])
     assert trl.forks == 2
-
-
-def test_groups_with_environments_are_scored_side_by_side_where_the_functions_allow_it() -> None:
-    turns = turns_of(one_turn, environments=True)
-    trl: Any = turns._trl
-    both = threading.Barrier(2)
-    trl.score = lambda groups: [both.wait(timeout=DEADLINE_S)]
-    with ThreadPoolExecutor(2) as threads:
-        scored = [threads.submit(turns.score, []) for _ in range(2)]
-    assert sorted(future.result()[0] for future in scored) == [0, 1]  # type: ignore[type-var]
 
 
 def test_closing_ends_what_waits_for_tokens() -> None:
