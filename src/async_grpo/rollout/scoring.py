@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -21,7 +21,7 @@ from trl.trainer.utils import is_async_callable
 
 from async_grpo.log import logger
 from async_grpo.rollout.failures import refusal_in
-from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.threads import KeptThreads, UserCode, asks_for_main_thread
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.replaced import replaced_by_user
@@ -41,6 +41,7 @@ class RewardCalls:
 
     at_a_time: int  # 0: in the caller's thread
     most_completions: int  # of a call with several groups; 0: a call is for one group
+    in_main_thread: bool = False  # one of them is known to need it
 
 
 def reward_calls(trainer: Any, settings: WorkerSettings, *, deterministic: bool) -> RewardCalls:
@@ -51,7 +52,8 @@ def reward_calls(trainer: Any, settings: WorkerSettings, *, deterministic: bool)
     at_a_time = settings.score_concurrency or (OVERLAPPING if overlap else 1)
     joint = not settings.score_alone and all(_says(function, "joint", True) for function in functions)
     batch = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-    return RewardCalls(0 if deterministic else at_a_time, batch if joint else 0)
+    in_main_thread = any(map(asks_for_main_thread, trainer.reward_funcs))
+    return RewardCalls(0 if deterministic else at_a_time, batch if joint else 0, in_main_thread)
 
 
 def _says(function: Any, name: str, default: bool) -> bool:
@@ -81,6 +83,7 @@ class Scoring:
 
     def __init__(self, trl: RolloutTrainer, generation: Generation, calls: RewardCalls) -> None:
         self._trl, self._generation, self._calls = trl, generation, calls
+        self._rewards = UserCode("the reward functions", in_main=calls.in_main_thread)
         self._waiting: list[_ToScore] = []
         self._called = 0  # calls under way
         self._running = 0  # groups that are in one, or were and are not taken from `finished` yet
@@ -142,25 +145,22 @@ class Scoring:
         return [one.group for one in mates]
 
     def _run(self, groups: Sequence[GeneratedGroup]) -> None:
-        for group, outcome in zip(groups, self._outcomes(groups, spent_s=0.0), strict=True):
-            self._generation.let_go(group)
-            self._done.put(outcome)
+        parts, spent_s = [groups], 0.0  # of each group's time, on a call of all of them
+        while parts:
+            part = parts.pop(0)
+            started = time.monotonic()
+            scores: Sequence[Scores | None] = [None] * len(part)
+            error: BaseException | None = None
+            try:
+                scores = self._rewards.call(self._trl.score, part)
+            except BaseException as raised:  # noqa: BLE001  # whatever rewards raise belongs to the job: `exit()` too
+                error = raised
+            seconds = spent_s + (time.monotonic() - started) / len(part)
+            if error is not None and len(part) > 1 and refusal_in(error) is None:
+                logger.info("the rewards of {} groups are computed group by group, as their call raised", len(part))
+                parts, spent_s = [[group] for group in part], seconds
+                continue
+            for group, score in zip(part, scores, strict=True):
+                self._generation.let_go(group)
+                self._done.put(GroupOutcome(job=group.job, group=group, scores=score, error=error, seconds=seconds))
         self._done.put(None)
-
-    def _outcomes(self, groups: Sequence[GeneratedGroup], spent_s: float) -> Iterator[GroupOutcome]:
-        """Args: spent_s: of each group's time, on a call before this one."""
-        started = time.monotonic()
-        scores: Sequence[Scores | None] = [None] * len(groups)
-        error: BaseException | None = None
-        try:
-            scores = self._trl.score(groups)
-        except BaseException as raised:  # noqa: BLE001  # whatever rewards raise belongs to the job: `exit()` as well
-            error = raised
-        spent_s += (time.monotonic() - started) / len(groups)
-        if error is not None and len(groups) > 1 and refusal_in(error) is None:
-            logger.info("the rewards of {} groups are computed group by group, as their call raised", len(groups))
-            for group in groups:
-                yield from self._outcomes([group], spent_s)
-            return
-        for group, score in zip(groups, scores, strict=True):
-            yield GroupOutcome(job=group.job, group=group, scores=score, error=error, seconds=spent_s)

@@ -22,7 +22,7 @@ from async_grpo.records import DIVERGENCE, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.held_data import HeldData, Numberless
 from async_grpo.rollout.left import leave, left
-from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
+from async_grpo.rollout.threads import UserCode, let_threads_share_tokenizers
 from async_grpo.rollout.trl_group import (
     GeneratedGroup,
     Scores,
@@ -76,7 +76,6 @@ class RolloutTrainer:
     _config: Any  # `generation_config` of the trainer as it was built
     _turns_of_users: bool  # `_generate_single_turn` is one of them
     _prompts_of_users: bool  # `_tokenize_prompts` is
-    _rewards: UserCode
     _numberless: Numberless
     _held: HeldData
     tools: defaultdict[str, UserCode]  # by name
@@ -98,7 +97,6 @@ class RolloutTrainer:
         self.view = TrainerView(trainer, states, wait)
         self._changes, self._config = SamplingChanges(trainer), getattr(trainer, "generation_config", None)
         self.data_has_images = has_images(trainer)
-        self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
         self._numberless, self._held = Numberless(), HeldData()
         self._is_guided = guidance_of(trainer) is not None
@@ -206,9 +204,6 @@ class RolloutTrainer:
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         """Call the reward functions once, on whole groups of one kind, exactly as TRL would on a batch of them."""
-        return self._rewards.call(self._score, groups)
-
-    def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         if len(groups) == 1:
             whole, parts = groups[0], [slice(None)]
         else:

@@ -145,7 +145,7 @@ class Worker:
     def run(self) -> None:
         reminder = None  # of what the worker waits for, while it does
         try:
-            while not self._should_stop() and self._run_goes_on():
+            while self._run_goes_on():
                 if self._time_to_look():
                     self._claim()
                     self._adopt()
@@ -360,6 +360,8 @@ class Worker:
         if now < self._check_run_at:
             return True
         self._check_run_at = now + RUN_LOOK_S
+        if self._should_stop():
+            return False
         state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False

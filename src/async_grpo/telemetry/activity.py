@@ -177,20 +177,30 @@ class Activity:
         self._now.progress_s = time.monotonic()
         self._tick()
 
-    def doing(self, state: str, *, version: int | None = None) -> None:
+    def doing(
+        self, state: str, *, version: int | None = None, waits_for: str = "", waits_on: Sequence[str] = ()
+    ) -> None:
         """The process is in this state from now on, if it is not already."""
-        if state == self._now.state and version is None:
+        now, wait = self._now, (waits_for, tuple(waits_on))
+        if (state, wait) == (now.state, (now.waits_for, now.waits_on)) and version is None:
             return
         with self._lock:
             if version is not None:
-                self._now.version = version
-            self._enter(state)
+                now.version = version
+            if state != now.state:
+                entered = time.monotonic()
+                now.spent_s = now.spent(entered)
+                if now.state == LOADING:  # progress, however long it took; rates are about what comes after it
+                    now.progress_s = entered
+                    self._samples = [ActivitySample(entered, now.spent_s)]
+                    now.minute_ago = self._samples[0]
+                now.state, now.since_s = state, entered
+            now.waits_for, now.waits_on = wait
+            self._write()
 
     def waits(self, what: str, on: Sequence[str] = ()) -> None:
         """The process waits for `what`, which the processes named by `on` could provide. No progress, but no hang."""
-        with self._lock:
-            if (self._now.state, self._now.waits_for, self._now.waits_on) != (WAITING, what, tuple(on)):
-                self._enter(WAITING, what, tuple(on))
+        self.doing(WAITING, waits_for=what, waits_on=on)
         self._tick()
 
     def has_jobs(self, seqs: Iterable[int], phase: str) -> None:
@@ -243,18 +253,6 @@ class Activity:
                 self._samples.pop(0)
             self._now.minute_ago = self._samples[0]
             self._write()
-
-    def _enter(self, state: str, waits_for: str = "", waits_on: tuple[str, ...] = ()) -> None:
-        if state != self._now.state:
-            now = time.monotonic()
-            self._now.spent_s = self._now.spent(now)
-            if self._now.state == LOADING:  # it was progress, however long it took; rates are about what comes after it
-                self._now.progress_s = now
-                self._samples = [ActivitySample(now, self._now.spent_s)]
-                self._now.minute_ago = self._samples[0]
-            self._now.state, self._now.since_s = state, now
-        self._now.waits_for, self._now.waits_on = waits_for, waits_on
-        self._write()
 
     def _tick(self) -> None:
         self._count += 1
