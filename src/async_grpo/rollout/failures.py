@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sysconfig
-import time
 from pathlib import Path
 
 from async_grpo.errors import RunRefused
@@ -44,13 +43,11 @@ class Failures:
     """
 
     def __init__(self, quarantine: Path) -> None:
-        self.when: dict[int, float] = {}  # by the job's seq, monotonic seconds
         self._quarantine = quarantine
         self._logged: set[tuple[str, str]] = set()
 
     def add(self, seq: int, attempt: int, traceback: str) -> None:
-        """Note it, and log it: the first of its kind as a warning, the others for `--log-level DEBUG`."""
-        self.when[seq] = time.monotonic()
+        """Log it: the first of its kind as a warning, the others for `--log-level DEBUG`."""
         what, where = summary(traceback)
         kind = (what.partition(":")[0], where)
         said = f"prompt group {seq} failed (attempt {attempt + 1}): {what}{f' ({where})' if where else ''}"

@@ -92,10 +92,10 @@ class ScoringContext:
         metrics = {name: values for name, values in self.counted.items() if name in COUNTED_BY_TRL_ALONE}
         added: dict[str, list[Any]] = {}
         for context in (self, *others):
-            for name in [*context.logged]:  # other threads add to it meanwhile
-                metrics[name] = metrics.get(name, []) + context.logged.pop(name)
-            for name in [*context.added]:
-                added[name] = added.get(name, []) + context.added.pop(name)
+            for waiting, found in ((context.logged, metrics), (context.added, added)):
+                for name in [*waiting]:  # meanwhile other threads add to it, and take of the others
+                    if values := waiting.pop(name, None):
+                        found[name] = found.get(name, []) + values
         return {"metrics": metrics, "added": added}
 
 

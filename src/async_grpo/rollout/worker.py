@@ -136,7 +136,7 @@ class Worker:
         self._adopt_s = 0.0  # spent on adopting since a group was started
         self._busy_clock = 0.0  # grows by an engine step's seconds, divided by the groups that shared it
         self._look_at = self._check_run_at = 0.0
-        self._put_off: dict[int, float] = {}  # job that gave way to others -> when (monotonic seconds)
+        self._left_to_others: dict[int, float] = {}  # job that failed here, or gave way -> until (monotonic seconds)
         self._failures = Failures(context.run.root / "quarantine")
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._unserved_since: float | None = None  # when the server was gone, or not serving yet (monotonic seconds)
@@ -170,10 +170,11 @@ class Worker:
 
     def _claim(self) -> None:
         started = time.monotonic()
+        self._left_to_others = {seq: until for seq, until in self._left_to_others.items() if started < until}
         if self._unserved_since is not None or self._scoring.is_full or not (room := self._room()):
             return
         try:
-            claims = self._queue.claim(room, skip=self._started.keys() | self._left_alone())
+            claims = self._queue.claim(room, skip=self._started.keys() | self._left_to_others.keys())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
             time.sleep(RETRY_S)
@@ -316,6 +317,8 @@ class Worker:
         claim, text = self._started.pop(seq).claim, "".join(traceback.format_exception(error))
         self.statistics.failed += 1
         self._failures.add(seq, claim.attempt, text)
+        if self._queue.alive_workers() > 1:
+            self._left_to_others[seq] = time.monotonic() + HEAD_START_S
         if self._when_there_is_room(lambda: self._queue.fail(claim, text)):
             activity.no_longer_has(seq, failed=True)
 
@@ -347,11 +350,6 @@ class Worker:
         logger.debug("job {} is returned: it needs version {} or newer", claim.job.seq, claim.job.min_version)
         self._queue.hand_back(claim)
         activity.no_longer_has(claim.job.seq)
-
-    def _left_alone(self) -> set[int]:
-        """Jobs that have just failed here, for another worker to try first, if there is one, and those put off."""
-        now, failed = time.monotonic(), self._failures.when if self._queue.alive_workers() > 1 else {}
-        return {seq for seq, when in (failed | self._put_off).items() if now - when < HEAD_START_S}
 
     # Waiting
 
@@ -390,7 +388,7 @@ class Worker:
         elif self._unserved_since is not None:  # there may be jobs, which are not claimed now
             time.sleep(SERVER_POLL_S)
         else:
-            self._queue.wait(IDLE_WAKE_S, skip=self._left_alone())
+            self._queue.wait(IDLE_WAKE_S, skip=self._left_to_others.keys())
         return reminder
 
     def _wait_for_weights(self, late: Sequence[Claim]) -> None:
@@ -405,7 +403,7 @@ class Worker:
             for claim in late if others else ():
                 self._held.remove(claim)
                 self._hand_back(claim)
-                self._put_off[claim.job.seq] = now
+                self._left_to_others[claim.job.seq] = now + HEAD_START_S
 
     def _waiting_for(self) -> str:
         if self._held:
