@@ -16,7 +16,6 @@ from async_grpo.rollout.trl_group import GroupOutcome
 if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.engines import Engine, PreparedGroup
-    from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.settings import WorkerSettings
 
@@ -44,9 +43,6 @@ class Generation(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop the groups that have not ended. It can be used again."""
-
-    def let_go(self, group: GeneratedGroup) -> None:  # noqa: B027  # a subclass may keep something of it
-        """The group will not be scored again. May be called from any thread."""
 
 
 def generation(trl: RolloutTrainer, engine: Engine, settings: WorkerSettings | None = None) -> Generation:

@@ -27,7 +27,6 @@ from async_grpo.settings import WorkerSettings
 from async_grpo.setup.replaced import replaced_by_user
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.generation import Generation
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
@@ -81,8 +80,8 @@ class Scoring:
     all calls share TRL's one event loop.
     """
 
-    def __init__(self, trl: RolloutTrainer, generation: Generation, calls: RewardCalls) -> None:
-        self._trl, self._generation, self._calls = trl, generation, calls
+    def __init__(self, trl: RolloutTrainer, calls: RewardCalls) -> None:
+        self._trl, self._calls = trl, calls
         self._rewards = UserCode("the reward functions", in_main=calls.in_main_thread)
         self._waiting: list[_ToScore] = []
         self._called = 0  # calls under way
@@ -161,6 +160,7 @@ class Scoring:
                 parts, spent_s = [[group] for group in part], seconds
                 continue
             for group, score in zip(part, scores, strict=True):
-                self._generation.let_go(group)
+                if group.let_go is not None:
+                    group.let_go()
                 self._done.put(GroupOutcome(job=group.job, group=group, scores=score, error=error, seconds=seconds))
         self._done.put(None)

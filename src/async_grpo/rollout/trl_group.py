@@ -4,7 +4,7 @@ and the record of it all for the queue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ class GeneratedGroup:
     environments: list[Any] | None  # [G]
     metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls; `log_metric` of that code
     added: dict[str, list[float]] = field(default_factory=dict)  # to `_metrics`, by code of the user's: MODE/NAME
+    let_go: Callable[[], None] | None = None  # to be called, in any thread, once its environments are not needed
 
     @property
     def completion_ids(self) -> list[list[int]]:

@@ -81,7 +81,7 @@ class ScoringContext:
     def log_extra(self, column: str, values: list[Any]) -> None:
         self.extra[column].extend(values)
 
-    def taken(self, *others: ScoringContext) -> dict[str, dict[str, list[Any]]]:
+    def taken(self, *others: ScoringContext) -> dict[str, Any]:
         """The fields `metrics` and `added` of a group, or of its scores. What code logs and adds is taken once.
 
         `metrics` have what TRL counted while generating that the trainer side cannot count again.

@@ -127,7 +127,7 @@ class Worker:
         self._weights, self._policy = context.weights, engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
         calls = reward_calls(context.trl.trainer, context.settings, deterministic=context.deterministic)
-        self._scoring = Scoring(context.trl, self._generation, calls)
+        self._scoring = Scoring(context.trl, calls)
         self._held: deque[Claim] = deque()  # claimed, and waiting for weights
         self._held_since = 0.0
         self._started: dict[int, _InFlight] = {}  # by the job's seq, until it is handed back or has failed
@@ -338,8 +338,8 @@ class Worker:
         logger.warning("the weights were lost with the parameter server; jobs handed back: {}", len(self._sampling))
         self._generation.close()
         for outcome in ended:
-            if outcome.group is not None:
-                self._generation.let_go(outcome.group)
+            if outcome.group is not None and outcome.group.let_go is not None:
+                outcome.group.let_go()
         self._weights.release()
         for seq in [*self._sampling]:
             del self._sampling[seq]

@@ -25,7 +25,7 @@ BATCH = 8  # completions
 def group_of(seq: int, *, purpose: str = "train", step: int = 0, columns: Sequence[str] = ("prompt",)) -> Any:
     row = dict.fromkeys(columns, "")
     job = SimpleNamespace(seq=seq, purpose=purpose, trainer_state={"global_step": step})
-    return SimpleNamespace(job=job, rows=[row] * GROUP_SIZE, version=0)
+    return SimpleNamespace(job=job, rows=[row] * GROUP_SIZE, version=0, let_go=None)
 
 
 class Rewards:
@@ -34,7 +34,6 @@ class Rewards:
     def __init__(self, score: Callable[[int], Any] = lambda seq: f"of {seq}", *, held: bool = False) -> None:
         self._score = score
         self.calls: list[list[int]] = []
-        self.released: list[int] = []
         self.at_once = self.most_at_once = 0
         self._go_on = threading.Event()
         self._lock = threading.Lock()
@@ -56,9 +55,6 @@ class Rewards:
             with self._lock:
                 self.at_once -= 1
 
-    def let_go(self, group: Any) -> None:
-        self.released.append(group.job.seq)
-
 
 def wait_for(score: Scoring, wanted: int) -> dict[int, GroupOutcome]:
     outcomes: list[GroupOutcome] = []
@@ -71,7 +67,7 @@ def wait_for(score: Scoring, wanted: int) -> dict[int, GroupOutcome]:
 
 
 def scoring(rewards: Rewards, at_a_time: int = 1, most: int = BATCH) -> Scoring:
-    return Scoring(rewards, rewards, RewardCalls(at_a_time, most))
+    return Scoring(rewards, RewardCalls(at_a_time, most))
 
 
 def test_groups_that_wait_for_a_call_share_the_next_one() -> None:
@@ -125,14 +121,17 @@ def test_a_call_that_raises_is_repeated_group_by_group() -> None:
 
     rewards = Rewards(broken, held=True)
     score = scoring(rewards)
+    released: list[int] = []
     for seq in range(4):
-        score.start(group_of(seq))
+        group = group_of(seq)
+        group.let_go = functools.partial(released.append, seq)
+        score.start(group)
     rewards.go_on()
     outcomes = wait_for(score, 4)
     assert rewards.calls == [[0], [1, 2, 3], [1], [2], [3]]
     assert [outcomes[seq].scores for seq in range(4)] == ["scores", "scores", None, "scores"]
     assert "no reward" in str(outcomes[2].error)
-    assert sorted(rewards.released) == [0, 1, 2, 3], "each once, and not before it was scored"
+    assert sorted(released) == [0, 1, 2, 3], "each once, and not before it was scored"
 
 
 def test_what_ends_the_run_is_not_asked_for_again() -> None:

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,9 +52,11 @@ class FakeTRL:
         return [group.tokens for group in groups]
 
 
+@dataclass
 class Made:
-    def __init__(self, tokens: Any, version: int) -> None:
-        self.tokens, self.version = tokens, version
+    tokens: Any
+    version: int
+    let_go: Any = None
 
 
 class PlayedEngine:
@@ -249,7 +252,7 @@ def test_environments_are_used_again_once_their_group_is_scored() -> None:
     made = [first[10].group, second[20].group]
     assert [trl.score([group])[0][0][0] for group in made] == [[110], [120]]
     for group in made:
-        turns.let_go(group)
+        group.let_go()
     ended(turns, [30])
     assert trl.forks == 2
 
@@ -306,7 +309,7 @@ def test_environments_of_groups_that_are_dropped_when_they_have_just_ended_are_f
     assert turns.most_groups == 0
     turns.close()
     for outcome in dropped.values():
-        turns.let_go(outcome.group)
+        outcome.group.let_go()
     assert turns.most_groups == PlayedEngine.most_groups
     assert set(ended(turns, [30])) == {30}
     assert turns._trl.forks == 1, "the copies are used again"  # type: ignore[attr-defined]

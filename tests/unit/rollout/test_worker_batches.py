@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,7 +254,10 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
     engine.after_step = step
     setting.queue.hand_back = hand_back  # type: ignore[method-assign]
     let_go: list[int] = []
-    setting.worker._generation.let_go = lambda group: let_go.append(group.version)  # type: ignore[method-assign]
+    finish = setting.trl.finish
+    setting.trl.finish = lambda sampled: replace(  # type: ignore[method-assign]
+        finish(sampled), let_go=lambda: let_go.append(sampled.prepared.version)
+    )
     groups = setting.run()
     assert let_go == [0, 5, 5, 5], "what environments the dropped group has are free again"
     assert setting.queue.handed_back == [0, 1, 2]

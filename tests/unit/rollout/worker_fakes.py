@@ -195,9 +195,6 @@ class FakeTRL:
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         return [Scores(names=("reward",), rewards=torch.zeros(2, 1), metrics={}, extra_columns={}) for _ in groups]
 
-    def let_go(self, group: GeneratedGroup) -> None:
-        """Environments are kept by none here."""
-
 
 def prompts_of(job: Job) -> list[list[int]]:
     return [list(job.row["ids"]) for _ in range(job.num_generations)]

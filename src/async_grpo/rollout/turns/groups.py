@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +79,6 @@ class Turns(Generation):
         if self._asks.step():
             self._loop.run_until_complete(_rounds())
         return self._ended()
-
-    def let_go(self, group: GeneratedGroup) -> None:
-        """Its environments are used again."""
-        self._copies.let_go(group)
 
     def close(self) -> None:
         """Drop what is open. It can be used again."""
@@ -203,13 +200,8 @@ class _Copies:
         self.have_environments = trl.trainer.environment_factories is not None
         self._trl, self._tools = trl, tools
         self._idle = [] if self.have_environments else [trl]  # the trainer and copies of it that no group uses
-        self._unscored: dict[int, _CompletionCopy] = {}  # by id of the group
+        self.unscored = 0  # groups that still have their environments
         self._changing = threading.Lock()  # groups are let go of by the threads that score them
-
-    @property
-    def unscored(self) -> int:
-        """How many groups still have their environments."""
-        return len(self._unscored)
 
     async def used(
         self, make: Callable[[_CompletionCopy], Coroutine[Any, Any, list[GeneratedGroup]]]
@@ -221,18 +213,17 @@ class _Copies:
         except BaseException:
             self._release(copy)
             raise
-        if self.have_environments:
-            copy.unscored = len(made)
-            self._unscored.update((id(group), copy) for group in made)
-        else:
+        if not self.have_environments:
             self._release(copy)
-        return made
-
-    def let_go(self, group: GeneratedGroup) -> None:
+            return made
         with self._changing:
-            copy = self._unscored.pop(id(group), None)
-            if copy is None:
-                return
+            copy.unscored = len(made)
+            self.unscored += len(made)
+        return [replace(group, let_go=partial(self._let_go, copy)) for group in made]
+
+    def _let_go(self, copy: _CompletionCopy) -> None:
+        with self._changing:
+            self.unscored -= 1
             copy.unscored -= 1
             if copy.unscored == 0:
                 self._release(copy)
