@@ -25,6 +25,7 @@ from async_grpo.rollout.threads import KeptThreads, UserCode, asks_for_main_thre
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.replaced import replaced_by_user
+from async_grpo.telemetry.activity import SCORING, activity
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
@@ -102,6 +103,7 @@ class Scoring:
 
     def start(self, group: GeneratedGroup, *, alone: bool = False) -> None:
         """Have `group` scored, `alone` in a call of its own; its outcome comes out of `finished`."""
+        activity.has_jobs([group.job.seq], SCORING)
         self._waiting.append(_ToScore(group, alone))
         self._waiting.sort(key=lambda one: one.group.job.seq)
         self._fill()
@@ -128,6 +130,7 @@ class Scoring:
             self._called += 1
             self._running += len(groups)
             if at_a_time == 0:
+                activity.doing(SCORING)
                 self._run(groups)
             else:
                 self._threads.run(partial(self._run, groups), name="scoring")

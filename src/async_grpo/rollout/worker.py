@@ -151,7 +151,7 @@ class Worker:
                     self._adopt()
                 self._start()
                 for group in self._step():
-                    self._score(group)
+                    self._scoring.start(group, alone=self._started[group.job.seq].claim.attempt > 0)
                 self._publish_scored()
                 busy = self._sampling or self._scoring.busy
                 reminder = None if busy else self._wait(reminder)
@@ -263,12 +263,6 @@ class Worker:
         if not self._sampling:
             self._weights.release()
         return [outcome.group for outcome in ended if outcome.group is not None]
-
-    def _score(self, group: GeneratedGroup) -> None:
-        activity.has_jobs([group.job.seq], SCORING)
-        if self._deterministic:
-            activity.doing(SCORING)
-        self._scoring.start(group, alone=self._started[group.job.seq].claim.attempt > 0)
 
     # Jobs that are done, and jobs that failed
 
