@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.scoring import OVERLAPPING, RewardCalls, Scoring, reward_calls
+from async_grpo.rollout.threads import main_thread
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
 from patience import DEADLINE_S, until
@@ -220,6 +222,13 @@ def test_without_threads_of_its_own_in_the_callers_and_in_order() -> None:
     assert threads == [threading.current_thread()] * 2
     assert [outcome.group.job.seq for outcome in score.finished(0)] == [2, 1]
     assert rewards.calls == [[2], [1]]
+
+
+def test_rewards_that_use_signals_are_called_in_the_main_thread() -> None:
+    score = scoring(Rewards(lambda seq: signal.signal(signal.SIGUSR2, signal.SIG_DFL)))
+    found: dict[int, GroupOutcome] = {}
+    main_thread.serve_while(lambda: score.start(group_of(0)) or found.update(wait_for(score, 1)))  # type: ignore[func-returns-value]
+    assert found[0].error is None
 
 
 # --- what functions and options say

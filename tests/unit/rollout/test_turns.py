@@ -48,9 +48,6 @@ class FakeTRL:
     def sampling_of(self, job: Job) -> dict[str, Any]:
         return job.sampling
 
-    def score(self, groups: Any) -> Any:
-        return [group.tokens for group in groups]
-
 
 @dataclass
 class Made:
@@ -246,11 +243,9 @@ def test_an_error_of_the_engine_reaches_the_group(joins: bool) -> None:
 def test_environments_are_used_again_once_their_group_is_scored() -> None:
     turns = turns_of(one_turn, environments=True)
     trl: Any = turns._trl
-    first = ended(turns, [10])
-    second = ended(turns, [20])
+    made = [ended(turns, [row])[row].group for row in (10, 20)]
     assert trl.forks == 2, "the first group's environments are still in use"
-    made = [first[10].group, second[20].group]
-    assert [trl.score([group])[0][0][0] for group in made] == [[110], [120]]
+    assert [group.tokens[0][0] for group in made] == [[110], [120]]
     for group in made:
         group.let_go()
     ended(turns, [30])
