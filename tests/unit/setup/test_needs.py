@@ -11,6 +11,7 @@ from async_grpo.checks.plan import facts
 from async_grpo.rewards import gsm8k, mbpp
 from async_grpo.rewards.sandbox import SWITCH, SandboxError
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.generator_choice import HF
 from async_grpo.setup.needs import check_needs
 from async_grpo.training import before_start
 
@@ -42,4 +43,4 @@ def test_the_plan_of_plain_trl_and_of_a_distributed_run_and_its_start_refuse_it(
     monkeypatch.setattr(before_start, "groups_per_round", lambda trainer: 1)
     monkeypatch.setattr(before_start.trl_trainer, "refuse_unsupported", lambda trainer: None)
     with pytest.raises(SandboxError, match=NOT_ALLOWED):
-        before_start.refuse(TRAINER, TrainingSettings(), generator="transformers")
+        before_start.refuse(TRAINER, TrainingSettings(), HF)
