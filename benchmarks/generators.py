@@ -34,7 +34,7 @@ from benchmarks.table import ROOT, Row, as_text, row, write_json
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "with_vllm" / "setups")]
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.engines.vllm import VLLMEngine
+    from async_grpo.engines.vllm import VLLMEngine
 
 TOKENS = 64  # of every completion
 GROUP = 4  # completions of a prompt
@@ -104,9 +104,9 @@ def prompts_for(trainer: Any, batch: int) -> list[list[int]]:
 
 
 def transformers_side(trainer: Any) -> Callable[[int], float]:
+    from async_grpo.engines import PreparedGroup
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import PreparedGroup
-    from async_grpo.rollout.engines.choice import transformers_engine
+    from async_grpo.rollout.engine_choice import transformers_engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     engine = transformers_engine(RolloutTrainer(trainer))
@@ -135,7 +135,7 @@ def plain_vllm_side(trainer: Any, folder: Path, *, packed: bool) -> Callable[[in
     import torch
     from vllm import LLM, SamplingParams
 
-    from async_grpo.rollout.engines.vllm import keep_weights_unpacked
+    from async_grpo.engines.vllm import keep_weights_unpacked
 
     if not packed:
         keep_weights_unpacked()
@@ -173,9 +173,9 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
     """A real worker on a real queue, from the first claim to the last group handed back."""
     from itertools import count
 
+    from async_grpo.engines.continuous import ContinuousEngine
     from async_grpo.queue import ServerQueue, WorkerQueue
     from async_grpo.records import Job
-    from async_grpo.rollout.engines.continuous import ContinuousEngine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rollout.worker import Worker, WorkerContext
     from async_grpo.settings import WorkerSettings
@@ -316,7 +316,7 @@ def now() -> float:
 
 def measure(models: Sequence[Model]) -> list[Row]:
     """All rows of each model."""
-    from async_grpo.rollout.engines.vllm import ENVIRONMENT
+    from async_grpo.engines.vllm import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -328,7 +328,7 @@ def measure(models: Sequence[Model]) -> list[Row]:
 
 
 def _measure_model(model: Model, folder: Path) -> list[Row]:
-    from async_grpo.rollout.engines.vllm import VLLMEngine
+    from async_grpo.engines.vllm import VLLMEngine
     from async_grpo_ipc import open_remote_memory
 
     (folder / "queue").mkdir(mode=0o700)

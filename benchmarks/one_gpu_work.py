@@ -46,9 +46,9 @@ def card() -> None:
 
 def worker() -> None:
     """Sample batches with a worker's engine; the prompts of a batch are one to a group."""
+    from async_grpo.engines import PreparedGroup
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import PreparedGroup
-    from async_grpo.rollout.engines.choice import transformers_engine
+    from async_grpo.rollout.engine_choice import transformers_engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     trainer, prompts, chance = get_trainer(), lengths("PROMPTS"), random.Random(0)

@@ -3,7 +3,7 @@
     python benchmarks/sampler_work.py [--shape 0.6B|tiny] [--rows N] [--json FILE] [--update-docs]
 
 No clock and no GPU. Prompts are of unequal length. In a loop whose shapes grow each kernel is a launch; of passes in
-fixed shapes (`rollout/engines/captured.py`) all kernels of a pass are one CUDA graph. What torch's own kernels move
+fixed shapes (`engines/captured.py`) all kernels of a pass are one CUDA graph. What torch's own kernels move
 between their parts (a softmax reads its input several times) is not counted, so the bytes of sampling are too few; the
 kernel that draws in one pass reads the logits once, as a test with Triton's interpreter counts.
 """
@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
-from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import SamplingLoop
+from async_grpo.engines.captured import DecodeSteps
+from async_grpo.engines.decoding import SamplingLoop
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it

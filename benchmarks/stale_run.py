@@ -13,9 +13,9 @@ from benchmarks.setups.quiet import quiet_config
 from transformers.utils import logging as transformers_logging
 from trl import GRPOTrainer
 
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.choice import transformers_engine
+from async_grpo.rollout.engine_choice import transformers_engine
 from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.trl_compat import repair_trl

@@ -79,7 +79,7 @@ class Streaming:
         self._script, self.capabilities = script, VLLM
 
     def sample(self, new: Sequence[Any]) -> list[Any]:
-        from async_grpo.rollout.engines import SampledGroup
+        from async_grpo.engines import SampledGroup
         from async_grpo.tokens import as_tokens
 
         return [SampledGroup(prepared=turn, tokens=as_tokens(*self._script.generate(turn.prompt_ids))) for turn in new]
@@ -245,10 +245,10 @@ class OnVLLM:
         from benchmarks.setups import facts
         from in_process import InProcessWorker, jobs_of
 
-        from async_grpo.rollout.engines.continuous import ContinuousEngine
-        from async_grpo.rollout.engines.vllm import VLLMEngine
-        from async_grpo.rollout.engines.vllm_options import sampling_options
-        from async_grpo.rollout.engines.vllm_sampling import parameters
+        from async_grpo.engines.continuous import ContinuousEngine
+        from async_grpo.engines.vllm import VLLMEngine
+        from async_grpo.engines.vllm_options import sampling_options
+        from async_grpo.engines.vllm_sampling import parameters
 
         self._size = size
         trainer = trainer_of(size, turns)
@@ -374,7 +374,7 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()
     if options.vllm:
-        from async_grpo.rollout.engines.vllm import ENVIRONMENT
+        from async_grpo.engines.vllm import ENVIRONMENT
 
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

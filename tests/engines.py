@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from async_grpo.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.records import Job
-from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.tokens import ids_and_logprobs
 from patience import DEADLINE_S
 

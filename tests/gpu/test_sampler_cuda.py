@@ -10,9 +10,9 @@ import torch
 from on_device import DEVICE, ON_CPU, need_device
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.drawing import drawn_on
-from async_grpo.rollout.engines.transformers import TransformersEngine
+from async_grpo.engines.captured import DecodeSteps
+from async_grpo.engines.drawing import drawn_on
+from async_grpo.engines.transformers import TransformersEngine
 from engines import sample
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_log_probabilities_are_those_of_one_forward_pass(model: Any) -> None:
 
 def test_a_step_waits_for_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the look at which rows have ended, and one where a graph is made."""
-    from async_grpo.rollout.engines import decoding
+    from async_grpo.engines import decoding
 
     monkeypatch.setattr(decoding, "LOOK_EVERY_GPU", 1000)
     engine = engine_of(model, fast=True, do_sample=True, top_k=0, temperature=1.0)

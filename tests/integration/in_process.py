@@ -22,11 +22,11 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
+from async_grpo.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.engines.batch import BatchEngine, Decoding
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.batch import BatchEngine, Decoding
-from async_grpo.rollout.engines.choice import transformers_engine
+from async_grpo.rollout.engine_choice import transformers_engine
 from async_grpo.rollout.generation import Generation, generation
 from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer

@@ -20,7 +20,7 @@ from in_process import (
 )
 from safetensors.torch import load_file, save_file
 
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.engines import PreparedGroup, SampledGroup
 
 ENOUGH = 0.02  # mean loss at which greedy decoding repeats what was learnt
 MOST_STEPS = 800

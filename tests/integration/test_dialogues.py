@@ -27,7 +27,7 @@ from in_process import (
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.setup.generator_choice import VLLM
 from async_grpo.tokens import as_tokens
 

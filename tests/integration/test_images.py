@@ -16,10 +16,10 @@ from in_process import InProcessRun, jobs_of, training_logs
 from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
 
+from async_grpo.engines import SampledGroup
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
 from async_grpo.records import RolloutGroup
-from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch

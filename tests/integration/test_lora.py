@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOTrainer
 
+from async_grpo.engines.policy import PolicyWeights
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
-from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.training.trl_trainer import refuse_unsupported
 from async_grpo_ipc import WeightExporter, open_remote_memory
 

@@ -13,9 +13,9 @@ from compared_with_trl import largest_difference
 from in_process import InProcessRun, replay_with_trl, training_logs
 from matrix import ROWS, get_trainer_of
 
+from async_grpo.engines.captured import DecodeSteps
 from async_grpo.errors import AsyncGRPOError, UnsupportedError
-from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.choice import transformers_engine
+from async_grpo.rollout.engine_choice import transformers_engine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo.training.trl_trainer import refuse_unsupported

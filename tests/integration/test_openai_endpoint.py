@@ -27,8 +27,8 @@ from in_process import (
 )
 from test_dialogues import Streaming, written
 
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.envs import Endpoint, OpenAIHarness
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])

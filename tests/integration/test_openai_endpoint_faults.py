@@ -17,11 +17,11 @@ from test_dialogues import Streaming, double
 from test_openai_endpoint import Response, counts, posted, said, sent, trainer_of, worker_of
 from transformers.trainer_utils import IntervalStrategy
 
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.envs import Endpoint, OpenAIHarness
 from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.endpoint.agents import MOST_LEFT_BEHIND
 from async_grpo.rollout.endpoint.episode import Episode
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.setup.openai_harness import check_agent
 
 pytestmark = pytest.mark.integration

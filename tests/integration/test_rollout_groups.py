@@ -12,9 +12,9 @@ from in_process import InProcessWorker, build_trainer, chat_rows, jobs_of, plain
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
+from async_grpo.engines import SampledGroup
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import Timings
-from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens, ids_and_logprobs

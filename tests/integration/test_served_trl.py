@@ -95,7 +95,7 @@ def test_a_server_that_dies_while_it_takes_weights_is_not_waited_for(
         server.process.running = False
         never.wait()  # in a thread that ends with the tests
 
-    monkeypatch.setattr("async_grpo.rollout.engines.served.client.SAY_EVERY_S", 0.1)
+    monkeypatch.setattr("async_grpo.engines.served.client.SAY_EVERY_S", 0.1)
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", broadcast)
     with pytest.raises(GeneratorError, match="is gone"):
         train(tmp_path)

@@ -19,7 +19,7 @@ from in_process import (
     multiply,
 )
 
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.setup.generator_choice import VLLM
 from async_grpo.tokens import Tokens
 

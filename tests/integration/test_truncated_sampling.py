@@ -19,10 +19,10 @@ from test_trl_corrections import OwnForwardPass, OwnLoss
 from torch import Tensor
 from torch.testing import assert_close
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.engines.batch import BatchEngine
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.batch import BatchEngine
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.tokens import Tokens
 from async_grpo.tokens.kept import unpack

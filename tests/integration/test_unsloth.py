@@ -14,9 +14,9 @@ import pytest
 from in_process import build_trainer
 from runs import DEADLINE_S, SETUP, command, steps_logged
 
+from async_grpo.engines import vllm
+from async_grpo.engines.vllm_weights import require_same_base
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines import vllm
-from async_grpo.rollout.engines.vllm_weights import require_same_base
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.generator_choice import VLLM, choose_generator
 

@@ -22,10 +22,10 @@ from peft import LoraConfig
 from runs import SETUP, command, steps_logged
 from trl.generation.vllm_client import VLLMClient
 
+from async_grpo.engines.policy import PolicyWeights
+from async_grpo.engines.served import client
+from async_grpo.engines.served.elsewhere import ServedPolicy, VLLMServer
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
-from async_grpo.rollout.engines.served import client
-from async_grpo.rollout.engines.served.elsewhere import ServedPolicy, VLLMServer
-from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
@@ -231,7 +231,7 @@ def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: 
 
 
 def test_one_worker_feeds_a_server(server: FakeVLLMServer, tmp_path: Path) -> None:
-    from async_grpo.rollout.engines.choice import connect
+    from async_grpo.rollout.engine_choice import connect
 
     trainer = worker_trainer(tmp_path, server.url)
     assert choose_generator(None, trainer, on_gpu=True) == NAMED_SERVER
@@ -254,7 +254,7 @@ def test_trls_client_is_as_we_know_it() -> None:
     assert set(parameters) == set(client.HOOKS)
     for hook, expected in parameters.items():
         method = getattr(VLLMClient, hook, None)
-        follow = "async_grpo.rollout.engines.served.client must follow"
+        follow = "async_grpo.engines.served.client must follow"
         assert callable(method), f"TRL: VLLMClient.{hook} is gone. {follow}."
         names = inspect.signature(method).parameters
         assert set(expected) <= set(names), f"TRL: VLLMClient.{hook} takes {list(names)}. {follow}."

@@ -19,10 +19,10 @@ from in_process import build_model, build_tokenizer, build_trainer
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
 
+from async_grpo.engines import SampledGroup
+from async_grpo.engines.served import started
+from async_grpo.engines.served.started import FedPolicy, StartedServer
 from async_grpo.errors import GeneratorError, UnsupportedError
-from async_grpo.rollout.engines import SampledGroup
-from async_grpo.rollout.engines.served import started
-from async_grpo.rollout.engines.served.started import FedPolicy, StartedServer
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo_ipc import RemoteWeights, WeightExporter, attachment, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint

@@ -18,7 +18,7 @@ from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from async_grpo.rollout.policy import PolicyWeights, without_weights
+from async_grpo.engines.policy import PolicyWeights, without_weights
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
 from async_grpo.setup.setup_file import load_trainer

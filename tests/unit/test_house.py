@@ -27,7 +27,7 @@ def test_nothing_is_above_its_budget() -> None:
     ("module", "room"),
     [
         ("async_grpo/queue/names.py", "async_grpo/queue"),
-        ("async_grpo/rollout/engines/choice.py", "async_grpo/rollout"),
+        ("async_grpo/rollout/engine_choice.py", "async_grpo/rollout"),
         ("async_grpo/errors.py", "async_grpo"),
         ("app/trainer_setup.py", "app"),
     ],

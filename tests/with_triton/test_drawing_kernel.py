@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="`make test-trit
 PROGRAM = """
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from async_grpo.rollout.engines import drawing_kernel as kernel
-from async_grpo.rollout.engines.drawing import _wrong
+from async_grpo.engines import drawing_kernel as kernel
+from async_grpo.engines.drawing import _wrong
 
 torch.manual_seed(0)
 kernel.BLOCK = 512

@@ -14,9 +14,9 @@ import qwen3_1m
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm import SamplingParams
 
-from async_grpo.rollout.engines import vllm
-from async_grpo.rollout.engines.vllm_options import sampling_options
-from async_grpo.rollout.engines.vllm_sampling import parameters
+from async_grpo.engines import vllm
+from async_grpo.engines.vllm_options import sampling_options
+from async_grpo.engines.vllm_sampling import parameters
 
 END, SECOND_END = 40, 33  # of the tokenizer, and one that the model's generation_config names beside it
 OF_THE_CONFIG: dict[str, list[Any]] = {

@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 from trl import GRPOTrainer
 
-from async_grpo.rollout.engines import Chunk, vllm, vllm_hooks
-from async_grpo.rollout.engines.vllm import VLLMEngine
-from async_grpo.rollout.engines.vllm_sampling import structured
+from async_grpo.engines import Chunk, vllm, vllm_hooks
+from async_grpo.engines.vllm import VLLMEngine
+from async_grpo.engines.vllm_sampling import structured
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
@@ -263,7 +263,7 @@ def test_every_private_name_is_where_it_was(
             continue  # set in a constructor: the attributes above were found
         module, _, class_name = owner.rpartition(".")
         holder = getattr(import_module(module), class_name) if class_name[0].isupper() else import_module(owner)
-        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.rollout.engines.vllm_hooks must follow."
+        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.engines.vllm_hooks must follow."
     assert adapter[1]._runner.lora_manager is not None
 
 

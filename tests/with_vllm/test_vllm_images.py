@@ -23,11 +23,11 @@ from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.engines.continuous import ContinuousEngine
+from async_grpo.engines.vllm import VLLMEngine
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.continuous import ContinuousEngine
-from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 SETUP = str(Path(__file__).parent / "setups" / "tiny_idefics.py")

@@ -19,8 +19,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 from test_vllm_engine import CLOSE, PROMPTS, change, finish, logprobs_of, published
 
+from async_grpo.engines.vllm import ENVIRONMENT, VLLMEngine
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines.vllm import ENVIRONMENT, VLLMEngine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 

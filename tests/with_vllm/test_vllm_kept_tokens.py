@@ -20,10 +20,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 from test_vllm_engine import CLOSE, PROMPTS, change, find_source, published, rollout_trainer
 
+from async_grpo.engines import Chunk
+from async_grpo.engines.vllm import VLLMEngine
+from async_grpo.engines.vllm_sampling import RETURN_KEPT
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines import Chunk
-from async_grpo.rollout.engines.vllm import VLLMEngine
-from async_grpo.rollout.engines.vllm_sampling import RETURN_KEPT
 from async_grpo.tokens import Tokens
 
 TOP_K, TRUNCATED = 9, {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.02}

@@ -22,10 +22,10 @@ from in_process import (
 from learnt_by_heart import learn, played
 from trl import GRPOTrainer
 
+from async_grpo.engines.continuous import ContinuousEngine
+from async_grpo.engines.vllm import VLLMEngine
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.rollout.engines.continuous import ContinuousEngine
-from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings

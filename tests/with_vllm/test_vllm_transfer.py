@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 
 import qwen3_1m
 
-from async_grpo.rollout.engines.vllm import ENVIRONMENT
+from async_grpo.engines.vllm import ENVIRONMENT
 from async_grpo_ipc import MismatchError, VersionGoneError, WeightExporter
 from async_grpo_ipc.vllm_engine import BACKEND, SharedMemoryEngine, register
 

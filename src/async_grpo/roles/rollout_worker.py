@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_grpo.engines.policy import WEIGHTS_WAIT_S
 from async_grpo.errors import DiskFullError, PeerDiedError, RunRefused, UnsupportedError, WeightsError
 from async_grpo.log import logger
 from async_grpo.queue import WorkerQueue
-from async_grpo.rollout import WEIGHTS_WAIT_S
-from async_grpo.rollout.engines.choice import alone_on_the_gpu
+from async_grpo.rollout.engine_choice import alone_on_the_gpu
 from async_grpo.rollout.threads import ENDING_S, main_thread, wait_for_tasks
 from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_POLL_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
@@ -44,7 +44,7 @@ from async_grpo.telemetry.trainer_states import StateAt, StateReader
 from async_grpo.telemetry.waiting import wait_until
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.engines import Engine
+    from async_grpo.engines import Engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 
@@ -149,7 +149,7 @@ def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTraine
         seed=training.seed,
         config_values=training.set,
     )
-    from async_grpo.rollout.policy import cast_parameters, without_weights
+    from async_grpo.engines.policy import cast_parameters, without_weights
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     check_overrides(trainer)  # of its own file, where it has one
@@ -171,7 +171,7 @@ def _wait_for_step(run: RunDir, ready: Callable[[], StateAt | None], what: str) 
 def _serve(
     trl: RolloutTrainer, options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQueue, stop: StopRequest
 ) -> None:
-    from async_grpo.rollout.engines.choice import make_engine
+    from async_grpo.rollout.engine_choice import make_engine
     from async_grpo_ipc import open_remote_memory
 
     if _shares_gpu(options, state) and options.settings.server_devices is None:

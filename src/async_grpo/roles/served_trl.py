@@ -18,10 +18,10 @@ from typing import Any
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
+from async_grpo.engines.served.client import WEIGHTS_S, Client, ServerCall
+from async_grpo.engines.vllm_options import describe_model
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.log import logger
-from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerCall
-from async_grpo.rollout.engines.vllm_options import describe_model
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import RunDir
 from async_grpo.serving.vllm_server import END_S, NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port

@@ -14,8 +14,8 @@ from async_grpo.errors import USER_ERRORS
 from async_grpo.rollout.trl_group import GroupOutcome
 
 if TYPE_CHECKING:
+    from async_grpo.engines import Engine, PreparedGroup
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import Engine, PreparedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.settings import WorkerSettings
 

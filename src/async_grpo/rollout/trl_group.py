@@ -20,8 +20,8 @@ from async_grpo.tokens import NO_VERSION, Tokens
 from async_grpo.tokens.kept import pack
 
 if TYPE_CHECKING:
+    from async_grpo.engines import Fields
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import Fields
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

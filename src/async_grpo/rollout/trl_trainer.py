@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from transformers import TrainerState
 
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import DIVERGENCE, Job
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.held_data import HeldData, Numberless
 from async_grpo.rollout.left import leave, left
 from async_grpo.rollout.threads import UserCode, let_threads_share_tokenizers
@@ -48,7 +48,7 @@ from async_grpo.tokens import Tokens, as_tokens, ids_and_logprobs, unsampled
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-    from async_grpo.rollout.engines import Fields
+    from async_grpo.engines import Fields
 
 
 Images = list[list[Any] | None] | None  # of each prompt, as PIL has them

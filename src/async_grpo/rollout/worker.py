@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.archive.room import RETRY_S, write_with_room
+from async_grpo.engines import WeightsLostError
+from async_grpo.engines.policy import WEIGHTS_WAIT_S
 from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.log import logger
 from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.records import Timings
-from async_grpo.rollout import WEIGHTS_WAIT_S
-from async_grpo.rollout.engines import WeightsLostError
 from async_grpo.rollout.failures import Failures, refusal_in
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -32,7 +32,7 @@ from async_grpo.telemetry.activity import GENERATING, SCORING, activity
 from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.engines import Engine
+    from async_grpo.engines import Engine
     from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo_ipc import RemoteWeights

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one engine can, for all that engines differ in. Its class in `rollout.engines` has it as `capabilities`."""
+    """What one engine can, for all that engines differ in. Its class has it as `capabilities`."""
 
     name: str  # in files of a run and, unless it is `named`, after --generator
     words: str  # what samples, for people

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from async_grpo.engines import stop_tags
 from async_grpo.envs import SearchEnv, with_tags
 from async_grpo.envs.tags import message_of
 from async_grpo.errors import UsageError
 from async_grpo.rewards import questions
-from async_grpo.rollout.engines import stop_tags
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.rollout.engines.transformers import TransformersEngine
+from async_grpo.engines.transformers import TransformersEngine
 from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
 from async_grpo_experiments.guidance.setup import TrainerGuidance
 from engines import transformers_of

@@ -11,8 +11,8 @@ import torch
 from scipy.special import log_softmax
 from transformers import LogitsProcessorList
 
+from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.evals.estimators import mean_with_interval
-from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
 from async_grpo_experiments.guidance.head import HeadOutput
 from async_grpo_experiments.guidance.setup import TrainerGuidance

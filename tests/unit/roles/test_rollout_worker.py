@@ -20,8 +20,7 @@ from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job
 from async_grpo.roles import rollout_worker
 from async_grpo.roles.rollout_worker import WorkerOptions, require_same_trainer
-from async_grpo.rollout import trl_trainer
-from async_grpo.rollout.engines import choice
+from async_grpo.rollout import engine_choice, trl_trainer
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RUNNING, STOPPED, Accepted, RunDir, RunState
 from async_grpo.settings import WorkerSettings
@@ -107,7 +106,7 @@ def test_an_engine_on_the_servers_gpu_starts_once_the_server_has_its_share(
         raise KeyError  # enough
 
     monkeypatch.setattr(rollout_worker, "wait_until", lambda ready, **_: done.append("weights"))
-    monkeypatch.setattr(choice, "make_engine", start)
+    monkeypatch.setattr(engine_choice, "make_engine", start)
     with pytest.raises(KeyError):
         given = (worker_on(gpu, tmp_path, **settings), RunDir(tmp_path), ON_GPU_0)
         rollout_worker._serve(None, *given, SimpleNamespace(id=1), None)  # type: ignore[arg-type]

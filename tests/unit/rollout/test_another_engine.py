@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from worker_fakes import FakeEngine, Setting, job
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.engines.policy import Policy
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout import worker
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.choice import MAKERS, make_engine
-from async_grpo.rollout.policy import Policy
+from async_grpo.rollout.engine_choice import MAKERS, make_engine
 from async_grpo.settings import GENERATORS, WorkerSettings
 from async_grpo.setup.generator_choice import ENGINES, Capabilities
 from async_grpo.tokens import Tokens

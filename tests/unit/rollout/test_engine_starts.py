@@ -9,8 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from async_grpo.engines import vllm_hooks
 from async_grpo.errors import WaitTimeoutError
-from async_grpo.rollout.engines import choice, vllm_hooks
+from async_grpo.rollout import engine_choice
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
 
@@ -56,20 +57,20 @@ def run(tmp_path: Path) -> RunDir:
 def test_engines_of_one_gpu_start_one_after_the_other(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     other = KernelLock(run.engine_start("5"))
     assert other.try_acquire()
-    monkeypatch.setattr(choice, "ENGINE_START_S", 0.05)
+    monkeypatch.setattr(engine_choice, "ENGINE_START_S", 0.05)
     with pytest.raises(WaitTimeoutError, match="another worker on the same GPU to load its model"):
-        with choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "5"}):
+        with engine_choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "5"}):
             pass
-    with choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "4"}):
+    with engine_choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "4"}):
         pass  # another GPU
-    monkeypatch.setattr(choice, "ENGINE_START_S", 30.0)
+    monkeypatch.setattr(engine_choice, "ENGINE_START_S", 30.0)
     threading.Timer(0.05, other.release).start()
-    with choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "5"}):
+    with engine_choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "5"}):
         assert not other.try_acquire()
     assert other.try_acquire(), "free for the next once the engine is built"
     other.release()
 
 
 def test_on_the_cpu_nothing_is_waited_for(run: RunDir) -> None:
-    with choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": ""}):
+    with engine_choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": ""}):
         assert list((run.root / "alive").iterdir()) == []

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from worker_fakes import made
 
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.records import Job
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.rollout.turns.groups import Turns
 from async_grpo.rollout.turns.whole import noted

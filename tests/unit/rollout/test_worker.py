@@ -13,11 +13,11 @@ import pytest
 import torch
 from worker_fakes import ENDLESS, LONG, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
+from async_grpo.engines import SampledGroup
 from async_grpo.errors import DiskFullError, RunRefused, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import RolloutGroup
-from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores, rows_of
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.telemetry.activity import activity

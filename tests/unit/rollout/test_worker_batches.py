@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from worker_fakes import FakeEngine, Setting, job
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.policy import Policy, PolicyWeights
 from async_grpo.errors import GeneratorError
 from async_grpo.queue import Claim
 from async_grpo.records import Job
 from async_grpo.rollout import worker as worker_module
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.batch import BatchEngine, Decoding
-from async_grpo.rollout.policy import Policy, PolicyWeights
 from async_grpo.rollout.worker import once_issued
 from async_grpo.setup.generator_choice import HF
 from async_grpo.tokens import Tokens

@@ -134,7 +134,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "setup/setup_file.py": "named by the user",
     "slots/ledger.py": "/proc",
     "status/processes.py": "/proc",
-    "sweeps/commands.py": "netrc in the home directory",
+    "sweeps/preflight.py": "netrc in the home directory",
 }
 
 

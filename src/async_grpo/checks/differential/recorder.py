@@ -28,10 +28,10 @@ def recorded_run(trainer: Any, scratch: Path) -> None:
     The server notes what it trains on; a worker what its engine samples, and from its making on what the user's code
     is given.
     """
-    from async_grpo.rollout.engines import choice
+    from async_grpo.rollout import engine_choice
 
     trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, Notes(scratch, SERVER)))
-    make, notes = choice.make_engine, Notes(scratch, WORKER)
+    make, notes = engine_choice.make_engine, Notes(scratch, WORKER)
 
     def make_recorded(trl: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Any = make(trl, *args, **kwargs)
@@ -40,7 +40,7 @@ def recorded_run(trainer: Any, scratch: Path) -> None:
         engine.sample = _noting(engine.sample, trl.trainer, notes)
         return engine
 
-    choice.make_engine = make_recorded
+    engine_choice.make_engine = make_recorded
 
 
 def _noting(sample: Callable[[Any], Any], trainer: Any, notes: Notes) -> Callable[[Any], Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.engines import PreparedGroup
 from async_grpo.errors import GeneratorError, UnsupportedError, reason_of
 from async_grpo.images import images_in
 from async_grpo.log import logger
@@ -17,15 +18,14 @@ from async_grpo.rollout.endpoint.chat import Chat
 from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
-from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 from async_grpo.setup.sampling import effective_sampling
 from async_grpo.tokens.transcript import TokenLimits
 
 if TYPE_CHECKING:
+    from async_grpo.engines import Engine
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rollout.trl_view import ScoringContext
     from async_grpo.rollout.turns.asks import Asks

@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
+from async_grpo.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.errors import UserCodeExit
-from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.tokens import Tokens
 
 T = TypeVar("T")

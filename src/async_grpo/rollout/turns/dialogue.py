@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from async_grpo.engines import PreparedGroup, stop_tags
 from async_grpo.errors import RunRefused
 from async_grpo.images import images_in
 from async_grpo.records import Job
-from async_grpo.rollout.engines import PreparedGroup, stop_tags
 from async_grpo.rollout.left import Left, leave, left
 from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, rows_of

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_grpo.engines import Engine
 from async_grpo.errors import PeerDiedError
-from async_grpo.rollout.engines import Engine
 from async_grpo.rollout.generation import Generation
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.rollout.turns.asks import Asks, as_exception

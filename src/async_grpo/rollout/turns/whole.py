@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from async_grpo.engines import Fields, PreparedGroup, SampledGroup
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
-from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
 from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import Asks, as_exception
 from async_grpo.tokens import ids_and_logprobs

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines import Chunk
-from async_grpo.rollout.engines.vllm_hooks import BuildersStream, choose_model_runner
-from async_grpo.rollout.engines.vllm_images import ENGINE_OPTIONS, ImagePrompts, process_with, refuse_adapted_encoder
-from async_grpo.rollout.engines.vllm_options import (
+from async_grpo.engines import Chunk
+from async_grpo.engines.vllm_hooks import BuildersStream, choose_model_runner
+from async_grpo.engines.vllm_images import ENGINE_OPTIONS, ImagePrompts, process_with, refuse_adapted_encoder
+from async_grpo.engines.vllm_options import (
     adapter_of,
     describe_model,
     engine_options,
@@ -36,7 +35,7 @@ from async_grpo.rollout.engines.vllm_options import (
     sampling_options,
     sees_images,
 )
-from async_grpo.rollout.engines.vllm_sampling import (
+from async_grpo.engines.vllm_sampling import (
     RETURN_KEPT,
     cannot_return_kept,
     kept_of,
@@ -44,7 +43,8 @@ from async_grpo.rollout.engines.vllm_sampling import (
     require_kept,
     set_own,
 )
-from async_grpo.rollout.engines.vllm_weights import NO_FAST_INFERENCE, names_of, plain, require_same_base
+from async_grpo.engines.vllm_weights import NO_FAST_INFERENCE, names_of, plain, require_same_base
+from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
 from async_grpo.tokens import Tokens

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers.processing_utils import ImagesKwargs
 
-from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines.vllm_options import (
+from async_grpo.engines.vllm_options import (
     adapter_of,
     engine_options,
     needs_text,
@@ -18,6 +17,7 @@ from async_grpo.rollout.engines.vllm_options import (
     refuse_several_gpus,
     sampling_options,
 )
+from async_grpo.errors import UnsupportedError
 
 
 def trainer(model: Any = None, **changes: Any) -> SimpleNamespace:

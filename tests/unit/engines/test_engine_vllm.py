@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from async_grpo.engines import vllm as vllm_engine
+from async_grpo.engines import vllm_sampling
+from async_grpo.engines.vllm import VLLMEngine
+from async_grpo.engines.vllm_hooks import BuildersStream
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines import vllm as vllm_engine
-from async_grpo.rollout.engines import vllm_sampling
-from async_grpo.rollout.engines.vllm import VLLMEngine
-from async_grpo.rollout.engines.vllm_hooks import BuildersStream
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from async_grpo.engines.decoding import Draw
 from async_grpo.errors import reason_of
 from async_grpo.log import logger
-from async_grpo.rollout.engines.decoding import Draw
 
 
 def drawn_on(device: torch.device) -> Draw | None:
@@ -14,7 +14,7 @@ def drawn_on(device: torch.device) -> Draw | None:
     if device.type != "cuda":
         return None
     try:
-        from async_grpo.rollout.engines.drawing_kernel import drawn_in_one_pass
+        from async_grpo.engines.drawing_kernel import drawn_in_one_pass
 
         refused = _wrong(drawn_in_one_pass, device)
     except Exception as error:  # noqa: BLE001  # no Triton, no compiler, another GPU than it knows

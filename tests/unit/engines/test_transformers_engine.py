@@ -18,8 +18,8 @@ from transformers import (
     StopStringCriteria,
 )
 
+from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.errors import RunRefused
-from async_grpo.rollout.engines.transformers import TransformersEngine
 from engines import group, run, sample, transformers_of
 
 PAD, EOS, OTHER_END = 0, 1, 2

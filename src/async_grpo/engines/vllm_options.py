@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from async_grpo.engines import stop_tags
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines import stop_tags
 from async_grpo.setup.generator_choice import VLLM
 from async_grpo.setup.sampling import effective_sampling
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from async_grpo.engines import Chunk, PreparedGroup, SampledGroup
+from async_grpo.engines.continuous import ContinuousEngine
 from async_grpo.queue import Claim
 from async_grpo.queue.names import PROCESSING, JobName
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.rollout.engines import Chunk, PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.continuous import ContinuousEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings

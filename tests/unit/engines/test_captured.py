@@ -26,10 +26,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from async_grpo.rollout.engines import captured, decoding
-from async_grpo.rollout.engines.captured import DecodeSteps, rounded
-from async_grpo.rollout.engines.decoding import SamplingLoop
-from async_grpo.rollout.engines.fixed_batch import FixedBatch
+from async_grpo.engines import captured, decoding
+from async_grpo.engines.captured import DecodeSteps, rounded
+from async_grpo.engines.decoding import SamplingLoop
+from async_grpo.engines.fixed_batch import FixedBatch
 
 LENGTHS = [None, (20, 3, 7), (2, 2, 2, 20), (5,)]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import ProcessorMixin
 from transformers.image_utils import load_image
 
+from async_grpo.engines.vllm_weights import names_of
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines.vllm_weights import names_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

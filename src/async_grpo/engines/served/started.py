@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from async_grpo.engines import SampledGroup
+from async_grpo.engines.policy import WEIGHTS_WAIT_S, Policy, free_memory
+from async_grpo.engines.served.client import WEIGHTS_S, Client, ServerEngine
+from async_grpo.engines.vllm_options import adapter_of, describe_model, engine_options
 from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError
 from async_grpo.log import logger
-from async_grpo.rollout import WEIGHTS_WAIT_S
-from async_grpo.rollout.engines import SampledGroup
-from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
-from async_grpo.rollout.engines.vllm_options import adapter_of, describe_model, engine_options
-from async_grpo.rollout.policy import Policy, free_memory
 from async_grpo.serving.vllm_server import END_S, READY_S, ServerPlan, VLLMServerProcess, flags
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.telemetry.activity import ADOPTING, activity

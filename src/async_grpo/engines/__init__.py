@@ -1,7 +1,7 @@
 """The engines that sample tokens: transformers, vLLM within the worker, vLLM servers (`served`); all are an `Engine`.
 
 What surrounds sampling (claims, prompts, rewards) is in `async_grpo.rollout`. Private names of vLLM live in `vllm` and
-`vllm_*`. Start with `choice`, which makes the engine of a worker.
+`vllm_*`. `rollout.engine_choice` makes the engine of a worker.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from async_grpo.errors import PeerDiedError
 from async_grpo.records import seed_from
 
 if TYPE_CHECKING:
+    from async_grpo.engines.policy import Policy
     from async_grpo.records import Job
-    from async_grpo.rollout.policy import Policy
     from async_grpo.setup.generator_choice import Capabilities
     from async_grpo.tokens import Tokens
     from async_grpo_ipc import RemoteWeights

@@ -10,10 +10,10 @@ from itertools import groupby
 
 from accelerate.utils.memory import should_reduce_batch_size
 
+from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.errors import GeneratorError, reason_of
 from async_grpo.formatting import counted
 from async_grpo.log import logger
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.telemetry.activity import activity
 
 Decoding = Generator[list[SampledGroup]]  # yields the groups that ended, after each token or look

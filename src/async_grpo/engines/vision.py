@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo.rollout.engines import Fields, PreparedGroup
+from async_grpo.engines import Fields, PreparedGroup
 
 _LARGE = "pixel_values"  # begins the names of what only a forward pass needs
 

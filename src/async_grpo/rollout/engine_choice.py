@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.engines import Engine, stop_tags
 from async_grpo.errors import UsageError
-from async_grpo.rollout.engines import Engine, stop_tags
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.setup.generator_choice import (
     HF,
@@ -78,9 +78,9 @@ def transformers_engine(trl: RolloutTrainer, *, deterministic: bool = False) -> 
     Args:
         deterministic: a group's tokens must not depend on the groups beside it, which decide the shapes of a pass.
     """
-    from async_grpo.rollout.engines.captured import DecodeSteps
-    from async_grpo.rollout.engines.drawing import drawn_on
-    from async_grpo.rollout.engines.transformers import TransformersEngine
+    from async_grpo.engines.captured import DecodeSteps
+    from async_grpo.engines.drawing import drawn_on
+    from async_grpo.engines.transformers import TransformersEngine
 
     trainer, trl.view.policy_is_here = trl.trainer, True
     device = trainer.accelerator.device
@@ -110,7 +110,7 @@ def _stopping(trainer: Any) -> StoppingCriteriaList:
 
 def connect(run: RunDir, trainer: Any) -> Engine:
     """The vLLM server that the setup file names, for this worker alone."""
-    from async_grpo.rollout.engines.served.elsewhere import VLLMServer
+    from async_grpo.engines.served.elsewhere import VLLMServer
 
     lock = KernelLock(run.generator_lock)  # held as long as the process lives
     if not lock.try_acquire({"role": "feeds the vLLM server"}):
@@ -123,7 +123,7 @@ def connect(run: RunDir, trainer: Any) -> Engine:
 
 def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, worker: WorkerId) -> Engine:
     """A vLLM server of this worker's own."""
-    from async_grpo.rollout.engines.served.started import StartedServer
+    from async_grpo.engines.served.started import StartedServer
     from async_grpo.serving.vllm_server import READY_S
 
     return StartedServer(
@@ -141,8 +141,8 @@ def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, wor
 def _vllm_engine(
     trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, training: TrainingSettings, worker: WorkerId
 ) -> Engine:
-    from async_grpo.rollout.engines.continuous import ContinuousEngine
-    from async_grpo.rollout.engines.vllm import VLLMEngine
+    from async_grpo.engines.continuous import ContinuousEngine
+    from async_grpo.engines.vllm import VLLMEngine
 
     trainer, deterministic, in_flight_update = trl.trainer, training.deterministic, settings.in_flight_update == "on"
     if engine_inside(trainer.model) is None:  # else its weights are the engine's own

@@ -16,13 +16,12 @@ from typing import Any, Generic, TypeVar
 import requests
 from trl.generation.vllm_client import VLLMClient
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.vllm_options import adapter_of, sampling_options
 from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
 from async_grpo.log import logger
 from async_grpo.redaction import Redactor
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.batch import BatchEngine, Decoding
-from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
-from async_grpo.rollout.threads import settle
 from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
 from async_grpo.tokens import as_tokens
@@ -96,7 +95,13 @@ class ServerCall(Generic[T]):
         self._client, self._what, self._timeout_s = client, what, timeout_s
         self._outcome: Future[T] = Future()
         self._started = self._looked = time.monotonic()
-        Thread(target=settle, args=(call, self._outcome), name="vllm-server", daemon=True).start()
+        Thread(target=self._make, args=(call,), name="vllm-server", daemon=True).start()
+
+    def _make(self, call: Callable[[], T]) -> None:
+        try:
+            self._outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001  # `result` raises it
+            self._outcome.set_exception(error)
 
     def done(self) -> bool:
         """Wait a moment for the end of the call; check from time to time that the server is alive."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from async_grpo.engines.policy import Policy, PolicyWeights
+from async_grpo.engines.served.client import WEIGHTS_S, Client, ServerEngine
+from async_grpo.engines.vllm_options import adapter_of
 from async_grpo.errors import PeerDiedError, UnsupportedError
-from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
-from async_grpo.rollout.engines.vllm_options import adapter_of
-from async_grpo.rollout.policy import Policy, PolicyWeights
 from async_grpo.setup.generator_choice import NAMED_SERVER
 from async_grpo_ipc import RemoteWeights
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM, TopPLogitsWarper
 
-from async_grpo.rollout.engines import decoding
-from async_grpo.rollout.engines.decoding import IntegerTopP, SamplingLoop, without_float_cumsum
+from async_grpo.engines import decoding
+from async_grpo.engines.decoding import IntegerTopP, SamplingLoop, without_float_cumsum
 
 ROUNDED = 1e-5  # distance from the limit up to which a sum of float32 may fall on its other side
 CUDA = torch.device("cuda")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from async_grpo.engines import Chunk, SampledGroup
+from async_grpo.engines.continuous import ContinuousEngine
+from async_grpo.engines.vllm_sampling import kept_of, set_own
 from async_grpo.errors import BadGroupError, GeneratorError
 from async_grpo.records import Timings
-from async_grpo.rollout.engines import Chunk, SampledGroup
-from async_grpo.rollout.engines.continuous import ContinuousEngine
-from async_grpo.rollout.engines.vllm_sampling import kept_of, set_own
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores, to_record
 from async_grpo.tokens import Tokens
 from async_grpo.tokens.kept import unpack

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_grpo.rollout.engines import PreparedGroup
-from async_grpo.rollout.engines.vision import VisionInputs
+from async_grpo.engines import PreparedGroup
+from async_grpo.engines.vision import VisionInputs
 from engines import job
 
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from async_grpo.engines.fixed_batch import FixedBatch, KeyValueMemory, one_token_attention, shapes_of
 from async_grpo.errors import reason_of
 from async_grpo.log import logger
-from async_grpo.rollout.engines.fixed_batch import FixedBatch, KeyValueMemory, one_token_attention, shapes_of
 
 LEAST_ROWS = 4
 LEAST_ROOM = 64  # tokens

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from async_grpo.errors import PeerDiedError, UnsupportedError
-from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.setup.worker_build import stays_as_loaded
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from async_grpo_ipc import RemoteWeights
+
+WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
 
 
 class Policy(ABC):

@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from async_grpo.rollout.engines import decoding
-from async_grpo.rollout.engines.decoding import ROOM, RoomyLayer, SamplingLoop
+from async_grpo.engines import decoding
+from async_grpo.engines.decoding import ROOM, RoomyLayer, SamplingLoop
 
 PAD, EOS = 0, 1
 VOCABULARY = 24

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from worker_fakes import FakeEngine
 
+from async_grpo.engines.continuous import ContinuousEngine
+from async_grpo.engines.policy import PolicyWeights
 from async_grpo.errors import PeerDiedError
-from async_grpo.rollout.engines.continuous import ContinuousEngine
-from async_grpo.rollout.policy import PolicyWeights
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
 
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from worker_fakes import FakeEngine
 
+from async_grpo.engines import PreparedGroup
+from async_grpo.engines.continuous import ContinuousEngine
+from async_grpo.engines.vllm_images import ImagePrompts
 from async_grpo.errors import GeneratorError, UnsupportedError
-from async_grpo.rollout.engines import PreparedGroup
-from async_grpo.rollout.engines.continuous import ContinuousEngine
-from async_grpo.rollout.engines.vllm_images import ImagePrompts
 from engines import group
 
 IMAGE, TEXT = 9, 1

@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from async_grpo.engines import Chunk, PreparedGroup, SampledGroup, WeightsLostError
+from async_grpo.engines.policy import Policy
 from async_grpo.errors import GeneratorError, PeerDiedError
-from async_grpo.rollout.engines import Chunk, PreparedGroup, SampledGroup, WeightsLostError
-from async_grpo.rollout.policy import Policy
 from async_grpo.setup.generator_choice import VLLM
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import ExporterDiedError
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.engines.vllm import VLLMEngine
+    from async_grpo.engines.vllm import VLLMEngine
     from async_grpo_ipc import RemoteWeights
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.captured import DecodeSteps
+from async_grpo.engines.decoding import Draw, SamplingLoop
+from async_grpo.engines.policy import PolicyWeights
+from async_grpo.engines.vision import VisionInputs
 from async_grpo.errors import RunRefused
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.engines.batch import BatchEngine, Decoding
-from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.decoding import Draw, SamplingLoop
-from async_grpo.rollout.engines.vision import VisionInputs
-from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.setup.generator_choice import HF
 from async_grpo.tokens import as_tokens
 

@@ -34,8 +34,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from async_grpo.rollout.engines.captured import DecodeSteps
-from async_grpo.rollout.engines.vision import VisionInputs
+from async_grpo.engines.captured import DecodeSteps
+from async_grpo.engines.vision import VisionInputs
 
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
 LOOK_EVERY_CPU = 1  # step for ended rows
