@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
+from async_grpo.serving.vllm_server import VLLMServerProcess
 from engines import sample, transformers_of
 
 DEADLINE_S = 60.0
@@ -117,12 +118,16 @@ class FakeVLLMServer(ThreadingHTTPServer):
 
 
 class MortalServer(FakeVLLMServer):
-    """Starts with weights of its own, and dies in the middle of a request: that of `dies_at`."""
+    """Starts with weights of its own, and dies in the middle of requests: those of `dies_at`, in their order."""
 
     def __init__(self) -> None:
-        super().__init__(build_model(build_tokenizer(), seed=9))
-        self.dies_at = ""
-        self.process = StubProcess(self.url)
+        super().__init__()
+        self.dies_at: list[str] = []
+        self.process = StubProcess(self)
+        self.begin()
+
+    def begin(self) -> None:
+        self.model, self.updating = build_model(build_tokenizer(), seed=9), False
 
     def started_by(self, plan: Any) -> StubProcess:
         """In the place of `VLLMServerProcess`."""
@@ -130,7 +135,8 @@ class MortalServer(FakeVLLMServer):
         return self.process
 
     def reply(self, path: str, body: Any) -> Any:
-        if not self.process.running or self.dies_at == path:
+        if not self.process.running or self.dies_at[:1] == [path]:
+            self.dies_at = self.dies_at[1:]
             self.process.running = False
             raise ConnectionAbortedError("the server dies")
         return super().reply(path, body)
@@ -142,13 +148,25 @@ class MortalServer(FakeVLLMServer):
 class StubProcess:
     """The process of a `MortalServer`, which is a thread."""
 
-    def __init__(self, base_url: str) -> None:
-        self.base_url, self.starts = base_url, 0
+    answered, revive = VLLMServerProcess.answered, VLLMServerProcess.revive
+    _plan = property(lambda self: self.plans[-1])
+
+    def __init__(self, server: MortalServer) -> None:
+        self._server = server
+        self._deaths = self.starts = 0
+        self.base_url = server.url
         self.running = False
         self.plans: list[Any] = []
 
     def start(self) -> None:
         self.running, self.starts = True, self.starts + 1
+
+    def restart(self) -> None:
+        self._server.begin()
+        self.start()
+
+    def answers(self) -> bool:
+        return self.running
 
     def wait_ready(self) -> None:
         assert self.running

@@ -79,7 +79,7 @@ def test_what_the_server_reads_of_the_model_is_a_model(server: MortalServer, tmp
 def test_a_server_that_dies_ends_the_run_with_its_last_words(
     server: MortalServer, tmp_path: Path, dies_at: str
 ) -> None:
-    server.dies_at = dies_at
+    server.dies_at = [dies_at]
     with pytest.raises(GeneratorError, match=r"(?s)log_vllm_server.txt:\nKilled\nThe same command continues the run"):
         train(tmp_path)
     assert (server.process.starts, server.process.running) == (1, False)

@@ -41,7 +41,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "of each worker's engine; several GPUs need `--generator vllm-server`, and are refused otherwise",
-        U + "rollout/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
+        U + "engines/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
         "vllm_model_impl vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size",
     ),
     (
@@ -126,7 +126,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "the workers sample in the trainer's precision",
-        U + "rollout/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
+        U + "engines/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
         "bf16 fp16",
     ),
 ]
