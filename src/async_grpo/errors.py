@@ -42,7 +42,7 @@ class BadGroupError(QueueError):
 
 
 class DiskFullError(QueueError):
-    """There is no room for a file of the queue. Nothing was lost: wait for room and try again."""
+    """There is no space for a file of the queue. Nothing was lost: wait for space and try again."""
 
 
 class PeerDiedError(AsyncGRPOError):

@@ -45,7 +45,7 @@ class NotedRun(InProcessRun):
         self.noted.append("ends early")
 
     def before_checkpoint(self) -> Path | None:
-        self.noted.append("room")
+        self.noted.append("space")
 
     def checkpoint_written(self, checkpoint: Path) -> None:
         assert (checkpoint / "trainer_state.json").exists()
@@ -69,8 +69,8 @@ def test_a_step_is_logged_at_whose_end_an_evaluation_is_logged(tmp_path: Path) -
 def test_the_order_of_events_and_a_step_that_asks_to_end_after_a_checkpoint(tmp_path: Path) -> None:
     run = NotedRun(lambda: build_trainer(tmp_path, max_steps=5, save_strategy="steps", save_steps=2))
     fit(run.trainer, resume_from=None)
-    first, second = ["take 0", "step 1"], ["take 1", "step 2", "room", "checkpoint-2"]
-    assert run.noted == ["begins", *first, *second, "take 2", "step 3", "room", "checkpoint-3"]
+    first, second = ["take 0", "step 1"], ["take 1", "step 2", "space", "checkpoint-2"]
+    assert run.noted == ["begins", *first, *second, "take 2", "step 3", "space", "checkpoint-3"]
 
 
 class PublishedWeights(InProcessRun):
@@ -118,7 +118,7 @@ def test_a_stop_in_the_middle_of_a_step_saves_the_batch_that_the_last_step_left_
     shape = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 3}
     run = NotedRun(lambda: build_trainer(tmp_path, max_steps=5, **shape), stop_at=2)
     fit(run.trainer, resume_from=None)
-    assert run.noted == ["begins", "take 0", "take 0", "step 1", "ends early", "room", "checkpoint-1"]
+    assert run.noted == ["begins", "take 0", "take 0", "step 1", "ends early", "space", "checkpoint-1"]
     unfinished = run.trainer.batch_after_step
     assert unfinished.passes_done == 1
     advantages = [inputs["advantages"] for inputs in unfinished.inputs]

@@ -48,12 +48,12 @@ class FakeHistory:
 
 
 class FakeArchive:
-    """Counts how often room was asked for."""
+    """Counts how often space was asked for."""
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def make_room(self) -> None:
+    def make_space(self) -> None:
         self.asked += 1
 
 

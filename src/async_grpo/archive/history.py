@@ -67,7 +67,7 @@ class ConsumptionRecord:
     def sync(self) -> None:
         """Everything said so far survives a power cut: call it before a checkpoint says that it happened.
 
-        `DiskFullError` if there is no room for it.
+        `DiskFullError` if there is no space for it.
         """
         self._file.sync()
 

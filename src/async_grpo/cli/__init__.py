@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _FULL:
             _complain(sentence)
             return 2
-        _write_no_more()  # it may be this command's output that has no room
+        _write_no_more()  # it may be this command's output that has no space
         _complain(sentence)
         return 1
     except KeyboardInterrupt:

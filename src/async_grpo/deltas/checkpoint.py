@@ -17,7 +17,7 @@ from torch import Tensor
 from async_grpo.deltas.chain import MODEL, Chain
 from async_grpo.deltas.tensors import as_tensors
 from async_grpo.errors import DeltaChainError
-from async_grpo.rundir.files import room_for
+from async_grpo.rundir.files import space_for
 from async_grpo.rundir.reading import read_file, read_object
 
 WEIGHTS = {"model": "model.safetensors", "adapter": "adapter_model.safetensors"}
@@ -36,7 +36,7 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
     name = WEIGHTS.get(chain.about.kind, WEIGHTS["model"])
     building = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
-        with room_for(folder):
+        with space_for(folder):
             building.mkdir(parents=True)
             if (chain.folder / MODEL).is_dir():
                 _copy_files(chain.folder / MODEL, building)

@@ -26,7 +26,7 @@ from async_grpo.deltas.chain import (
 from async_grpo.deltas.coding import DeltaError, Frame
 from async_grpo.deltas.delta import Delta, DeltaHeader, Weights, digest, encode, pack
 from async_grpo.errors import DeltaChainError, DiskFullError
-from async_grpo.rundir.files import room_for, sync, write_json
+from async_grpo.rundir.files import space_for, sync, write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
 
@@ -132,7 +132,7 @@ class ChainWriter:
         """Write a file that is whole on the disk before it has its name; returns its bytes."""
         temporary = self.folder / f"{_TEMPORARY}{uuid4().hex}"
         try:
-            with room_for(self.folder / name):
+            with space_for(self.folder / name):
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 with os.fdopen(fd, "wb") as stream:
                     stream.writelines(pieces)

@@ -97,7 +97,7 @@ class Asking:
         try:
             self._collect()
             self._issue()
-        except DiskFullError as error:  # the next look tries again; the trainer makes room
+        except DiskFullError as error:  # the next look tries again; the trainer makes space
             if not self._disk_full:
                 logger.warning("{} The {} of version {} waits for room.", error, _WORDS[self._purpose], self.version)
             self._disk_full = True

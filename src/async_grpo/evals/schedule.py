@@ -112,7 +112,7 @@ class RunEvaluations:
         self._weights.release()
 
     def sync(self) -> None:
-        """Every result is on the disk now. `DiskFullError` if there is no room for one."""
+        """Every result is on the disk now. `DiskFullError` if there is no space for one."""
         self._ledger.sync()
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 POLL_S = 1.0  # how long an exchange waits for something to say
 LOOK_S = 0.5
 SCORED_LOOK_S = 0.05  # between looks at what the workers do, while an exchange waits
-ROOM_BYTES = 2**20  # of a disk, for a run directory to begin with
+LEAST_FREE_BYTES = 2**20  # of a disk, for a run directory to begin with
 KEEP_DONE = 64  # groups that a node's archive keeps
 MOST_LOG_LINES = 200  # an exchange
 END_S = 8.0  # for the workers to leave a run that has ended
@@ -103,7 +103,7 @@ class FarNode:
             self._side = _RunHere(order)
         except AsyncGRPOError as error:
             return str(error)
-        except OSError as error:  # no room, no right; a write that fails names no file
+        except OSError as error:  # no space, no right; a write that fails names no file
             named = OSError(error.errno, error.strerror, error.filename or _parent_of(order))
             return sentence_of(named) or reason_of(named)
         return ""
@@ -374,7 +374,7 @@ def _folder_for(order: dict[str, Any], run_id: str) -> Path:
     _tidy_up(parent, run_id)
     root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}-{_birth(str(os.getpid()))}"
     check_place(root)
-    if shutil.disk_usage(parent).free < ROOM_BYTES:
+    if shutil.disk_usage(parent).free < LEAST_FREE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(parent))
     return make_folder(root)
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from async_grpo.archive.room import write_with_room
+from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadGroupError, PeerDiedError
 from async_grpo.log import logger
 from async_grpo.nodes.node import SentJob
@@ -229,7 +229,7 @@ class FarNodeSeat:
         group = decode_group(bytearray(data))
         group = replace(group, job=claim.job, attempt=claim.attempt, worker=self._queue.name, node=self._name)
         try:
-            write_with_room(lambda: self._queue.complete(claim, group), should_stop=self._done.is_set)
+            retry_while_full(lambda: self._queue.complete(claim, group), should_stop=self._done.is_set)
         except BadGroupError as error:
             self._queue.fail(claim, str(error))
         self._figures.bytes += len(data)
@@ -239,7 +239,7 @@ class FarNodeSeat:
         if (claim := self._claims.pop(seq, None)) is None:
             return
         self._failed[seq] = time.monotonic()
-        write_with_room(
+        retry_while_full(
             lambda: self._queue.fail(claim, f"on node {self._name}: {reason}"), should_stop=self._done.is_set
         )
         self._activity.no_longer_has(seq, failed=True)

@@ -38,7 +38,7 @@ def recover_dead(root: Path, moves: Moves, max_attempts: int, *, counts: bool = 
         is_far = claims_for_others(lock.last_owner())
         if not lock.try_acquire():
             continue
-        with lock, suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
+        with lock, suppress(DiskFullError):  # no space for a reason: the claim stays, the next look tries again
             recovered += moves.release_claims(worker, max_attempts, counts=counts and not is_far)
     return recovered
 
@@ -93,7 +93,7 @@ class Inheritance:
         name = parse_name(left.rpartition("/")[2]) if left.startswith("done/") else None
         # a claim or a result in queue/ that is gone by now went on to another state
         adopted = name is None or self._done.give_back(name)
-        del self.files[seq]  # not before the move: without room for it, `adopt` is called again
+        del self.files[seq]  # not before the move: without space for it, `adopt` is called again
         return adopted
 
     def _sort_set_aside(self, aside: SetAside) -> None:

@@ -50,7 +50,7 @@ class Moves:
 
         durable: return when a power cut cannot take it any more.
 
-        `DiskFullError` if there is no room.
+        `DiskFullError` if there is no space.
         """
         temporary = f"{self._folder}/{os.getpid()}.{next(self._numbers)}"
         try:
@@ -134,7 +134,7 @@ class Moves:
         return released
 
     def make_folder(self, folder: str) -> None:
-        """Nothing happens if it is there. `DiskFullError` if there is no room."""
+        """Nothing happens if it is there. `DiskFullError` if there is no space."""
         try:
             self.files.make_folder(folder)
         except OSError as error:

@@ -80,7 +80,7 @@ class JobPipe:
     def _open(self) -> None:
         """Have the pipe open, and make it where it is missing.
 
-        Processes that started after the pipe was deleted have another. A disk that was full may have room now. A file
+        Processes that started after the pipe was deleted have another. A disk that was full may have space now. A file
         of another kind or another user at its path is not used.
         """
         if self._fd >= 0 and os.fstat(self._fd).st_nlink:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.archive.room import write_with_room
+from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.errors import RunDirError
 from async_grpo.queue import ServerQueue
 from async_grpo.roles.checkpoint_weights import load_weights, model_digest
@@ -90,7 +90,7 @@ def serve_answers(options: ServerOptions, role: str, work: Callable[[AnswerServe
             done = work(AnswerServer(run, plan, state, trainer, queue, weights, lambda: stop.requested))
         activity.doing(ENDING)
         result = runs.FINISHED if done else runs.STOPPED
-        write_with_room(lambda: run.update_state(state=result), should_stop=lambda: stop.requested)
+        retry_while_full(lambda: run.update_state(state=result), should_stop=lambda: stop.requested)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.archive.groups import FinishedGroups
-from async_grpo.archive.room import write_with_room
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation, warn_of_duplicates
@@ -60,7 +60,7 @@ def _evaluate_all(server: AnswerServer) -> bool:
             {"sampling": sampling, "figures": _difference(ours.answers, theirs.answers, settings.evaluated_ks())}
             for sampling, ours, theirs in pairs
         ]
-        write_with_room(
+        retry_while_full(
             lambda: write_json(run.comparison, {"differences": differences}), should_stop=server.should_stop
         )
     return True
@@ -126,5 +126,5 @@ def _finish(evaluation: Evaluation, ledger: EvaluationLedger, should_stop: Calla
     result = evaluation.look()
     assert result is not None
     ledger.add(result)
-    write_with_room(ledger.sync, should_stop=should_stop)
+    retry_while_full(ledger.sync, should_stop=should_stop)
     return True

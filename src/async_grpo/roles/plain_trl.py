@@ -194,7 +194,7 @@ def _reporter(run: RunDir, stop: StopRequest, *, saved: int) -> TrainerCallback:
 
         def _say(self, state: Any, text: str) -> None:
             progress = PlainProgress(text, state.global_step, state.max_steps, self._saved)
-            with suppress(DiskFullError) if text == RUNNING else nullcontext():  # the next step may find room
+            with suppress(DiskFullError) if text == RUNNING else nullcontext():  # the next step may find space
                 write_json(run.root / PROGRESS, progress._asdict())
 
     return Reporter()

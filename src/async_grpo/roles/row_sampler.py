@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.archive.groups import FinishedGroups
-from async_grpo.archive.room import write_with_room
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.asking import Asking, Plan, SampleRequest
 from async_grpo.formatting import counted
@@ -27,7 +27,7 @@ from async_grpo.log import logger
 from async_grpo.records import Job, RolloutGroup, seed_from
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions
-from async_grpo.rundir.files import room_for
+from async_grpo.rundir.files import space_for
 from async_grpo.training.groups import rollout_output
 from async_grpo.training.job_issuer import task_of
 
@@ -72,7 +72,7 @@ def _generate(server: AnswerServer) -> bool:
     if not sampled:
         raise AsyncGRPOError("Nothing was sampled, so there are no rows. The log has the reasons.")
     out = server.plan.rows.out
-    write_with_room(lambda: write_rows(out, sampled, rule), should_stop=server.should_stop)
+    retry_while_full(lambda: write_rows(out, sampled, rule), should_stop=server.should_stop)
     logger.info("{} of {} are in {}", counted(len(sampled), "group"), counted(len(problems), "problem"), out)
     return True
 
@@ -185,7 +185,7 @@ def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: Advantage
     """Write one row a completion, in the order of the dataset; the folder appears whole.
 
     Raises:
-        DiskFullError: there is no room.
+        DiskFullError: there is no space.
         UsageError: the folder exists and holds other rows.
     """
     from datasets import Dataset, Features, List, Value
@@ -208,7 +208,7 @@ def write_rows(folder: Path, sampled: Sequence[AnsweredRequest], rule: Advantage
     rows = [row for one in sorted(sampled, key=lambda one: one[:3]) for row in _rows(one, rule)]
     part = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
-        with room_for(folder):
+        with space_for(folder):
             found = Dataset.from_list(rows, features=features)
             Dataset(found.data, info=found.info, fingerprint=_fingerprint(found.data.table)).save_to_disk(part)
             if not folder.exists():

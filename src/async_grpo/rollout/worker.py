@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from async_grpo.archive.room import RETRY_S, write_with_room
+from async_grpo.archive.disk_space import RETRY_S, retry_while_full
 from async_grpo.engines import WeightsLostError
 from async_grpo.engines.policy import WEIGHTS_WAIT_S
 from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
@@ -292,7 +292,7 @@ class Worker:
             group = to_record(
                 outcome.group, outcome.scores, attempt=claim.attempt, worker=self._queue.name, timings=timings
             )
-            done = self._when_there_is_room(lambda: self._queue.complete(claim, group))
+            done = self._when_there_is_space(lambda: self._queue.complete(claim, group))
         except (UnsupportedError, BadGroupError) as error:  # what the user's code made of it cannot be written
             self._failed(claim.job.seq, error)
             return
@@ -313,16 +313,16 @@ class Worker:
         self._failures.add(seq, claim.attempt, text)
         if self._queue.alive_workers() > 1:
             self._left_to_others[seq] = time.monotonic() + HEAD_START_S
-        if self._when_there_is_room(lambda: self._queue.fail(claim, text)):
+        if self._when_there_is_space(lambda: self._queue.fail(claim, text)):
             activity.no_longer_has(seq, failed=True)
 
-    def _when_there_is_room(self, write: Callable[[], None]) -> bool:
-        """Write to the queue; on a full disk keep the claim and wait for room. False: asked to stop meanwhile."""
+    def _when_there_is_space(self, write: Callable[[], None]) -> bool:
+        """Write to the queue; on a full disk keep the claim and wait for space. False: asked to stop meanwhile."""
         try:
             write()
         except DiskFullError:
             with suppress(DiskFullError):
-                write_with_room(write, should_stop=self._should_stop)
+                retry_while_full(write, should_stop=self._should_stop)
                 return True
             return False
         return True

@@ -20,8 +20,8 @@ _CHUNK_BYTES = 1 << 20
 
 
 @contextmanager
-def room_for(path: Path) -> Iterator[None]:
-    """Raise `DiskFullError` where the block finds no room for `path`."""
+def space_for(path: Path) -> Iterator[None]:
+    """Raise `DiskFullError` where the block finds no space for `path`."""
     try:
         yield
     except OSError as error:
@@ -31,14 +31,14 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write a JSON file that appears whole or not at all. `DiskFullError` if there is no room for it."""
+    """Write a JSON file that appears whole or not at all. `DiskFullError` if there is no space for it."""
     _write(path, json.dumps(data, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with room_for(path):
+        with space_for(path):
             temporary.write_text(text)
             temporary.replace(path)
     except IsADirectoryError as error:
@@ -50,7 +50,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a file of lines that appears whole or not at all. `DiskFullError` if there is no room for it."""
+    """Write a file of lines that appears whole or not at all. `DiskFullError` if there is no space for it."""
     _write(path, "".join(f"{line}\n" for line in lines))
 
 
@@ -88,14 +88,14 @@ class LineFile:
             self._file = os.fdopen(open_plain(path, flags), "a+b", buffering=0)
         self._end = _end_of_last_line(self._file)
         self._file.truncate(self._end)
-        self._waiting: list[bytes] = []  # lines for which there was no room
+        self._waiting: list[bytes] = []  # lines for which there was no space
 
     def append(self, line: str) -> None:
         self._waiting.append(line.encode() + b"\n")
         self._write()
 
     def sync(self) -> None:
-        """Every line survives a power cut from now on. `DiskFullError` if there is still no room for one."""
+        """Every line survives a power cut from now on. `DiskFullError` if there is still no space for one."""
         if not self._write():
             raise DiskFullError(f"The disk is full: no room for {len(self._waiting)} lines of {self._path}.")
         os.fsync(self._file.fileno())
@@ -106,7 +106,7 @@ class LineFile:
         self._file.close()
 
     def _write(self) -> bool:
-        """Write the waiting lines; False if there is no room for all of them."""
+        """Write the waiting lines; False if there is no space for all of them."""
         warned = len(self._waiting) > 1
         while self._waiting:
             try:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.errors import BadFileError, QueueError
-from async_grpo.rundir.files import room_for
+from async_grpo.rundir.files import space_for
 from async_grpo.rundir.paths import SERVER_LOCK
 from async_grpo.rundir.reading import open_plain, parse_object
 
@@ -88,7 +88,7 @@ class KernelLock:
     def add_to_note(self, **info: object) -> None:
         """Add to the holder's note. `DiskFullError` if there is no room; call again."""
         self._owner |= info
-        with room_for(self.path):
+        with space_for(self.path):
             self._write_note()
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ class Refusal:
 
 
 def write_refusal(root: Path, worker: str, error: RunRefused) -> None:
-    """Have the server of the run in `root` end. `DiskFullError`: there is no room to say so."""
+    """Have the server of the run in `root` end. `DiskFullError`: there is no space to say so."""
     write_json(root / FILE, asdict(Refusal(worker, str(error))))
 
 

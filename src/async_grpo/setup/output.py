@@ -17,7 +17,7 @@ class LossyOutput(io.TextIOBase):
     """Writes to `stream`, a line at a time, until that fails: the disk is full, the pipe is closed, the terminal gone.
 
     From then on it drops what it is given, tries again with each line, and says how many lines are missing once there
-    is room again.
+    is space again.
 
     Args:
         tell: takes a sentence when the first line is dropped; this stream cannot say it.
@@ -89,7 +89,7 @@ class LossyOutput(io.TextIOBase):
 
 
 def survive_lost_output() -> None:
-    """From now on this process goes on although nobody reads what it prints, or no disk has room for it."""
+    """From now on this process goes on although nobody reads what it prints, or no disk has space for it."""
     if not isinstance(sys.stderr, LossyOutput):
         sys.stderr = LossyOutput(sys.stderr or _nowhere())
         sys.stdout = LossyOutput(sys.stdout or _nowhere(), tell=sys.stderr.write)

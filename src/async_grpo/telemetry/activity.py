@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.errors import BadFileError
 from async_grpo.records import WorkerId
-from async_grpo.rundir.files import room_for
+from async_grpo.rundir.files import space_for
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import SERVER, activity_file
 from async_grpo.rundir.reading import naming, open_plain, parse_object
@@ -334,7 +334,7 @@ def _map(path: Path) -> mmap.mmap:
     with naming(path):
         descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
-        with room_for(path):
+        with space_for(path):
             os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is an error here, not a SIGBUS later
             return mmap.mmap(descriptor, FILE_BYTES)
     finally:

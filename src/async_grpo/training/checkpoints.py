@@ -208,7 +208,7 @@ class UsedGroups:
         if removed := self._trim(self._keep):
             logger.debug("removed {} of the oldest groups from done/", removed)
 
-    def make_room(self) -> None:
+    def make_space(self) -> None:
         """The disk is full: delete every group that may go."""
         if removed := self._trim(ArchiveLimit(0)):
             logger.warning("The disk is full: removed {} of the oldest used groups from done/", removed)

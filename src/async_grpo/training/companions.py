@@ -35,7 +35,7 @@ class Evaluations(Protocol):
         """Training has ended with this version: warn where it has no evaluation."""
 
     def sync(self) -> None:
-        """Bring every result to the disk. `DiskFullError`: there is no room for one."""
+        """Bring every result to the disk. `DiskFullError`: there is no space for one."""
 
     def close(self) -> None:
         """Drop the evaluation that is under way."""

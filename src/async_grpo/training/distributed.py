@@ -55,7 +55,7 @@ LEADER = 0
 DYING_S = 2.0
 DYING_POLL_S = 0.02
 MESSAGE_TIMEOUT_S = 7200.0  # TRL's own evaluation, which every rank does at its pace, may take as long
-WAIT_EVERY_S = 600.0  # while rank 0 waits: for groups, for the end of an evaluation, for room on the disk
+WAIT_EVERY_S = 600.0  # while rank 0 waits: for groups, for the end of an evaluation, for space on the disk
 
 
 class Message(IntEnum):

@@ -31,7 +31,7 @@ class JobIssuer:
         prompts: dataset rows in the order of issue, without end, from the first that is not consumed.
         trainer_state: what reward functions are to see of the trainer, as it is now.
         sampling: what is to be sampled with by now, where that is not what the setup file says.
-        archive: makes room when the disk is full.
+        archive: makes space when the disk is full.
         resume_from: everything that this checkpoint does not have is issued again, and the queue gives back what was
             generated of it.
     """
@@ -58,7 +58,7 @@ class JobIssuer:
         self._archive = archive
         self.next_seq = resume_from.consumed_below if resume_from else 0
         self._done = {*resume_from.consumed, *resume_from.unusable} if resume_from else set()
-        self._held_back: Job | None = None  # drawn, and not submitted for want of room
+        self._held_back: Job | None = None  # drawn, and not submitted for want of space
         self.disk_full = False
 
     def look(self) -> SeenOfTrainer:
@@ -88,7 +88,7 @@ class JobIssuer:
         return job
 
     def submit_held_back(self) -> bool:
-        """Submit the job that found no room on the disk, if there is one; False when there is still none."""
+        """Submit the job that found no space on the disk, if there is one; False when there is still none."""
         if self._held_back is None:
             return True
         try:
@@ -96,16 +96,16 @@ class JobIssuer:
         except DiskFullError as error:
             if not self.disk_full:
                 logger.warning("{} No more jobs are issued until there is room.", error)
-                self._archive.make_room()
+                self._archive.make_space()
             self.disk_full = True
             return False
         self._held_back, self.disk_full = None, False
         return True
 
-    def make_room_for_groups(self) -> None:
-        """Trim the archive where workers find no room for their groups: they can only wait for that."""
+    def make_space_for_groups(self) -> None:
+        """Trim the archive where workers find no space for their groups: they can only wait for that."""
         if self._queue.short_of_room():
-            self._archive.make_room()
+            self._archive.make_space()
 
 
 def task_of(row: Mapping[str, Any]) -> str:

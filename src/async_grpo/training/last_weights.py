@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from async_grpo.archive.room import said_if_full, wait_for_room
+from async_grpo.archive.disk_space import said_if_full, wait_for_space
 from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir
 from async_grpo.setup.fingerprints import count
 from async_grpo.setup.trl_compat import is_adapter
@@ -48,7 +48,7 @@ class _KeepsLastWeights(TrainerCallback):
         activity.doing(SAVING)
         folder, needed = self._place.parent, self._bytes()
         if state.is_world_process_zero:
-            wait_for_room(folder, needed, make_room=lambda: None, should_stop=self._should_stop)
+            wait_for_space(folder, needed, make_space=lambda: None, should_stop=self._should_stop)
         with said_if_full(folder, needed, self._place.name):
             self._save()
         if state.is_world_process_zero:

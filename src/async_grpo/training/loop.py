@@ -5,7 +5,7 @@
         take_groups         wait for the finished groups of one generation batch
                             TRL assembles the batch, `correction` weighs it, TRL computes the loss and takes the step
         step_done           count the groups as used, publish the new version, issue new jobs, evaluate where due
-        before_checkpoint   wait for room on the disk       | after the steps
+        before_checkpoint   wait for space on the disk      | after the steps
         checkpoint_written  add which groups are used       | that `save_steps` names
 
 TRL's trainer calls these methods of `AsyncTraining` by way of `trl_trainer`. `assembly` makes its parts.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from async_grpo.archive import checkpoint_folders, room
+from async_grpo.archive import checkpoint_folders, disk_space
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.training import checkpoints, trl_trainer
@@ -115,10 +115,10 @@ class AsyncTraining(TrainingEvents):
             raise StopTraining
 
     def write_the_rest(self, and_then: Callable[[], None], should_stop: Callable[[], bool]) -> None:
-        """Write every line that found no room yet, and what `and_then` writes; wait for room.
+        """Write every line that found no space yet, and what `and_then` writes; wait for space.
 
         Raises:
-            DiskFullError: the run is to stop, and there is still no room.
+            DiskFullError: the run is to stop, and there is still no space.
         """
 
         def write() -> None:
@@ -126,7 +126,7 @@ class AsyncTraining(TrainingEvents):
                 lines.sync()
             and_then()
 
-        room.write_with_room(write, make_room=self._archive.make_room, should_stop=should_stop)
+        disk_space.retry_while_full(write, make_space=self._archive.make_space, should_stop=should_stop)
 
     def ends_early(self) -> None:
         self._leader.stop()
@@ -135,9 +135,9 @@ class AsyncTraining(TrainingEvents):
         activity.doing(SAVING)
         checkpoint_folders.start_saving(self._folder.staging)
         needed, folder = checkpoints.bytes_needed(self._trainer), self._folder.staging
-        make_room, should_stop = self._archive.make_room, self._leader.should_stop
-        room.wait_for_room(folder, needed, make_room=make_room, should_stop=should_stop)
-        room.write_with_room(self._history.sync, make_room=make_room, should_stop=should_stop)
+        make_space, should_stop = self._archive.make_space, self._leader.should_stop
+        disk_space.wait_for_space(folder, needed, make_space=make_space, should_stop=should_stop)
+        disk_space.retry_while_full(self._history.sync, make_space=make_space, should_stop=should_stop)
         self._leader.go()
         return self._folder.staging
 

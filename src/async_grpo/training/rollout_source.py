@@ -299,7 +299,7 @@ class RolloutSource:
             if self._evaluations.done > before:
                 activity.progress()
             self._publisher.retry()  # where it has ended: jobs that are issued now may need what it held back
-        with suppress(DiskFullError):  # no room in done/: the group stays in the queue, and `_wait` makes room
+        with suppress(DiskFullError):  # no space in done/: the group stays in the queue, and `_wait` makes space
             for entry in self._queue.finished():
                 group = self._queue.take(entry)
                 if group is not None:
@@ -406,7 +406,7 @@ class RolloutSource:
         reminder.tick()
         started = time.monotonic()
         self._queue.wait(WAKE_S)
-        self._issuer.make_room_for_groups()
+        self._issuer.make_space_for_groups()
         self._slept_s += time.monotonic() - started
         self._publisher.retry()
 

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.archive.room import said_if_full
+from async_grpo.archive.disk_space import said_if_full
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.log import logger

@@ -15,7 +15,7 @@ import pyarrow as pa
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.log import logger
-from async_grpo.rundir.files import room_for
+from async_grpo.rundir.files import space_for
 from async_grpo.rundir.reading import read_file
 from async_grpo_experiments.algorithms.protocols import AlgorithmSettings, Continuations, Cut, Plan, PreferenceSettings
 
@@ -87,7 +87,7 @@ class Rows:
         table = pa.Table.from_pylist([asdict(row) for row in self.items], _SCHEMA)
         table = table.replace_schema_metadata({"dropped": str(self.dropped)})
         temporary = path.with_name(f".{path.name}.partial")
-        with room_for(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        with space_for(path), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
         temporary.replace(path)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from async_grpo.errors import BadFileError
 from async_grpo.evals.estimators import Estimate
-from async_grpo.rundir.files import room_for, write_json, write_lines
+from async_grpo.rundir.files import space_for, write_json, write_lines
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo_experiments.runner import states
@@ -91,7 +91,7 @@ def lines_of(root: Path, config: ExperimentConfig) -> list[EvaluatedLine]:
 
 
 def write_results(root: Path, config: ExperimentConfig) -> None:
-    """Write all three files. `DiskFullError` if there is no room."""
+    """Write all three files. `DiskFullError` if there is no space."""
     lines = lines_of(root, config)
     jobs: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, BadFileError):
@@ -189,7 +189,7 @@ def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:
         name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(named.values(), named.keys(), loc="outside right center")
-    with room_for(path):
+    with space_for(path):
         figure.savefig(path, dpi=120)
 
 

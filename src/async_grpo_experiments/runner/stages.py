@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from datasets import Dataset, load_from_disk
 
+from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.archive.groups import FinishedGroups
-from async_grpo.archive.room import write_with_room
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.estimators import Estimate
 from async_grpo.evals.report import Evaluated
@@ -455,7 +455,7 @@ def main(arguments: Sequence[str]) -> int:
             states.empty(partial)
         {"generate": work.generate, "train": work.train, "evaluate": work.evaluate}[kind](partial)
         if rank == 0:
-            write_with_room(lambda: states.finish(partial), should_stop=lambda: False)
+            retry_while_full(lambda: states.finish(partial), should_stop=lambda: False)
             work.tidy()
     except AsyncGRPOError as error:
         print(printable(f"error: {error}"), file=sys.stderr)

@@ -111,7 +111,7 @@ def token_of(partial: Path) -> str:
 
 
 def finish(partial: Path) -> Path:
-    """Give what an attempt has made its name. `DiskFullError` if there is no room for the manifest."""
+    """Give what an attempt has made its name. `DiskFullError` if there is no space for the manifest."""
     made_of = shaped(MadeOf, read_object(partial / ATTEMPT))
     if work_of(partial).exists():
         shutil.rmtree(work_of(partial))

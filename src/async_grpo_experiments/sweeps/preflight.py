@@ -1,4 +1,4 @@
-"""Before anything is started: places, ports, the setup file built once, room on the disk, and W&B's key."""
+"""Before anything is started: places, ports, the setup file built once, space on the disk, and W&B's key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def preflight(sweep: Sweep, say: Callable[[str], None]) -> Preflight:
     """Look at everything that could stop the runs later. Starts none.
 
     Raises:
-        AsyncGRPOError: a run could not start, or the disk has too little room; says what to do.
+        AsyncGRPOError: a run could not start, or the disk has too little space; says what to do.
     """
     places = places_of(sweep)
     say(f"building the trainer of {sweep.setup} once")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.evals.estimators import Range, mean_with_interval, range_of
 from async_grpo.formatting import counted
-from async_grpo.rundir.files import room_for, write_json, write_lines
+from async_grpo.rundir.files import space_for, write_json, write_lines
 from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ def _curve(one: Curves, figure: str) -> dict[int, float]:
 
 
 def write_report(folder: Path, agreement: Agreement) -> None:
-    """Write all forms of the report. `DiskFullError` if there is no room for one."""
+    """Write all forms of the report. `DiskFullError` if there is no space for one."""
     write_json(folder / "report.json", asdict(agreement))
     write_lines(folder / "report.md", markdown(agreement))
     if agreement.evaluations or agreement.reward:
         picture = band_plot(agreement)
-        with room_for(folder / "agreement.png"):
+        with space_for(folder / "agreement.png"):
             (folder / "agreement.png").write_bytes(picture)
         _write_events(folder / "tensorboard", agreement, picture)
 
@@ -186,7 +186,7 @@ def _write_events(root: Path, agreement: Agreement, picture: bytes) -> None:
     from async_grpo.reports.board import EventFiles
 
     files, at = EventFiles(root), time.time()
-    with room_for(root):
+    with space_for(root):
         for tag, row in _tagged(agreement):
             bounds: dict[str, Any] = {"mean": row.mean, "low": row.low, "high": row.high}
             for folder, value in bounds.items():

@@ -48,7 +48,7 @@ def only(found: Iterable[Finding], subject: str) -> Finding:
 
 def test_the_checks_without_torch_find_nothing_wrong_with_this_machine(tmp_path: Path) -> None:
     asked = Asked(tmp_path / "worker")
-    found = [*machine.memory(asked), *machine.room(asked), *machine.place(asked)]
+    found = [*machine.memory(asked), *machine.disk_space(asked), *machine.place(asked)]
     assert not [finding for finding in found if finding.level is Level.ERROR], found
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -80,10 +80,10 @@ def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("free", "level"), [(50_000_000, "error"), (GB, "warning"), (50 * GB, "ok")])
-def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
+def test_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
     disk = SimpleNamespace(f_bavail=free, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda path: disk)
-    assert levels(machine.room(Asked(tmp_path))) == {"disk": level}
+    assert levels(machine.disk_space(Asked(tmp_path))) == {"disk": level}
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_stop_breaks_off_what_is_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.archive.room.RETRY_S", 0.001)
+    monkeypatch.setattr("async_grpo.archive.disk_space.RETRY_S", 0.001)
     setting = Setting(tmp_path, [job(0)], FakeEngine())
     complete, tries = setting.queue.complete, []
 

@@ -12,7 +12,7 @@ CHECKS: list[Check] = [
     gpu.gpus,
     machine.memory,
     machine.sandbox,
-    machine.room,
+    machine.disk_space,
     machine.place,
     gpu.torch_and_weights,
     machine.cluster,

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from async_grpo.nodes.cluster import Cluster, Machine
 
 LITTLE_MEMORY = 2_000_000_000  # a server and a worker take about 1 GB before there is a model
-LITTLE_ROOM = 5_000_000_000
-NO_ROOM = 100_000_000
+LITTLE_SPACE = 5_000_000_000
+NO_SPACE = 100_000_000
 NODE_ANSWER_S = 60.0  # an actor that starts imports what a worker does
 NODES = "nodes"
 TESTED_PYTHON = "3.11"
@@ -127,14 +127,14 @@ def memory(asked: Asked) -> Iterator[Finding]:
         yield ok("memory", what)
 
 
-def room(asked: Asked) -> Iterator[Finding]:
+def disk_space(asked: Asked) -> Iterator[Finding]:
     """Judge the bytes that the disk of the run directory has left."""
     disk = os.statvfs(nearest_existing(asked.run_dir))
     free = disk.f_bavail * disk.f_frsize
     found = f"{size(free)} free where {asked.run_dir} is"
-    if free < NO_ROOM:
+    if free < NO_SPACE:
         yield error("disk", found, "Free some space, or choose another --run-dir: a full disk stops the run.")
-    elif free < LITTLE_ROOM:
+    elif free < LITTLE_SPACE:
         yield warning("disk", found, "Free some space, or keep less: --keep-done 1GB, save_total_limit=2.")
     else:
         yield ok("disk", found)

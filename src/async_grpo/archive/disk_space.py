@@ -1,4 +1,4 @@
-"""Waits for room on the disk. What may be deleted is deleted first, and what is waited for is logged.
+"""Waits for space on the disk. What may be deleted is deleted first, and what is waited for is logged.
 
 Both waits have no end but `should_stop`: what was trained would be lost otherwise. When the run is to stop, what was
 waited for is tried anyway, and `said_if_full` says what was not written.
@@ -20,15 +20,15 @@ from async_grpo.telemetry.waiting import Reminder
 RETRY_S = 1.0
 
 
-def wait_for_room(
-    folder: Path, needed_bytes: int, *, make_room: Callable[[], None], should_stop: Callable[[], bool]
+def wait_for_space(
+    folder: Path, needed_bytes: int, *, make_space: Callable[[], None], should_stop: Callable[[], bool]
 ) -> None:
     """Wait until a checkpoint of `needed_bytes` fits."""
     if shutil.disk_usage(folder).free >= needed_bytes or should_stop():
         return
     needed = f"{needed_bytes / 1e6:.0f} MB of room in {folder} for a checkpoint"
     logger.warning("waiting for {}", needed)
-    make_room()
+    make_space()
     with Reminder(lambda: needed) as reminder:
         while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
             reminder.tick()
@@ -37,7 +37,7 @@ def wait_for_room(
 
 @contextmanager
 def said_if_full(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
-    """Write what a run is continued from, by any library. `DiskFullError` if it fails and its bytes find no room."""
+    """Write what a run is continued from, by any library. `DiskFullError` if it fails and its bytes find no space."""
     try:
         yield
     except Exception as error:
@@ -51,13 +51,13 @@ def said_if_full(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
         ) from error
 
 
-def write_with_room(
-    write: Callable[[], object], *, should_stop: Callable[[], bool], make_room: Callable[[], None] = lambda: None
+def retry_while_full(
+    write: Callable[[], object], *, should_stop: Callable[[], bool], make_space: Callable[[], None] = lambda: None
 ) -> None:
-    """Call `write` until it finds room.
+    """Call `write` until it finds space.
 
     Raises:
-        DiskFullError: the run is to stop, and there is still no room.
+        DiskFullError: the run is to stop, and there is still no space.
     """
     try:
         write()
@@ -67,7 +67,7 @@ def write_with_room(
     logger.warning("{} Waiting for room.", missing)
     with Reminder(lambda: f"room on the disk: {missing}") as reminder:
         while True:
-            make_room()  # again each time: a worker may have been faster
+            make_space()  # again each time: a worker may have been faster
             try:
                 write()
                 return

@@ -1,4 +1,4 @@
-"""A checkpoint, and what a run writes at its end, wait for room on the disk."""
+"""A checkpoint, and what a run writes at its end, wait for space on the disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors import SafetensorError
 
-from async_grpo.archive import rollout_state, room
+from async_grpo.archive import disk_space, rollout_state
 from async_grpo.errors import DiskFullError, PeerDiedError
 from async_grpo.settings import ArchiveLimit
 from async_grpo.training.checkpoints import UsedGroups
@@ -18,19 +18,19 @@ from async_grpo.training.checkpoints import UsedGroups
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_waits_until_there_is_room_and_makes_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_until_there_is_space_and_makes_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10, 10, 200])
     asked: list[str] = []
-    monkeypatch.setattr(room, "RETRY_S", 0.0)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 0, next(free)))
-    room.wait_for_room(tmp_path, 100, make_room=lambda: asked.append("room"), should_stop=lambda: False)
-    assert asked == ["room"]
+    monkeypatch.setattr(disk_space, "RETRY_S", 0.0)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(1000, 0, next(free)))
+    disk_space.wait_for_space(tmp_path, 100, make_space=lambda: asked.append("made"), should_stop=lambda: False)
+    assert asked == ["made"]
     assert next(free, None) is None
 
 
 def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 1000, 0))
-    room.wait_for_room(tmp_path, 100, make_room=lambda: pytest.fail("nobody waits"), should_stop=lambda: True)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(1000, 1000, 0))
+    disk_space.wait_for_space(tmp_path, 100, make_space=lambda: pytest.fail("nobody waits"), should_stop=lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -42,23 +42,23 @@ def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest
         (100, SafetensorError("another error"), False),
     ],
 )
-def test_a_checkpoint_that_found_no_room_is_told_in_a_sentence(
+def test_a_checkpoint_that_found_no_space_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: Exception, told: bool
 ) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 0, free))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(1000, 0, free))
     says = r"checkpoint-4 was not written\. It takes about 100 bytes, and 99 bytes are free in /.*--resume"
     with pytest.raises(DiskFullError if told else type(error), match=says if told else str(error)):
-        with room.said_if_full(tmp_path, 100, "checkpoint-4"):
+        with disk_space.said_if_full(tmp_path, 100, "checkpoint-4"):
             raise error
 
 
 class Disk:
-    """Full until room was made as often as it takes."""
+    """Full until space was made as often as it takes."""
 
     def __init__(self, takes: int) -> None:
         self.takes, self.writes = takes, 0
 
-    def make_room(self) -> None:
+    def make_space(self) -> None:
         self.takes -= 1
 
     def write(self) -> None:
@@ -68,22 +68,22 @@ class Disk:
 
 
 @pytest.mark.parametrize("takes", [0, 1, 3])
-def test_a_write_is_tried_until_there_is_room(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "RETRY_S", 0.0)
+def test_a_write_is_tried_until_there_is_space(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_space, "RETRY_S", 0.0)
     disk = Disk(takes)
-    room.write_with_room(disk.write, make_room=disk.make_room, should_stop=lambda: False)
+    disk_space.retry_while_full(disk.write, make_space=disk.make_space, should_stop=lambda: False)
     assert (disk.takes, disk.writes) == (0, takes + 1)
 
 
-def test_a_run_that_is_to_stop_makes_room_once_and_says_what_it_could_not_write() -> None:
+def test_a_run_that_is_to_stop_makes_space_once_and_says_what_it_could_not_write() -> None:
     disk = Disk(2)
     with pytest.raises(DiskFullError, match=r"run\.json"):
-        room.write_with_room(disk.write, make_room=disk.make_room, should_stop=lambda: True)
+        disk_space.retry_while_full(disk.write, make_space=disk.make_space, should_stop=lambda: True)
     assert disk.takes == 1
 
 
 @pytest.mark.parametrize(("resumed", "removed"), [(False, []), (True, [0, 1, 3])])
-def test_a_resumed_run_makes_room_before_its_first_checkpoint(
+def test_a_resumed_run_makes_space_before_its_first_checkpoint(
     tmp_path: Path, resumed: bool, removed: list[int]
 ) -> None:
     state = rollout_state.RolloutState(
@@ -97,6 +97,6 @@ def test_a_resumed_run_makes_room_before_its_first_checkpoint(
         ArchiveLimit(1000),
         state if resumed else None,
     )
-    archive.make_room()
+    archive.make_space()
     [consumed] = asked
     assert [seq for seq in range(5) if seq in consumed] == removed
