@@ -49,13 +49,13 @@ class ArchiveLimit:
         """How many of the groups in `done` may stay of each kind, the newest first."""
         if not self.in_bytes:
             return self.amount
-        room, kept = self.amount, 0
+        left, kept = self.amount, 0
         files = sorted(done.glob("*/*"), key=lambda path: path.name, reverse=True)
         # As many groups of evaluations, whose numbers begin with 9, stay beside those that are trained on.
         kinds = ([file for file in files if file.name.startswith("9") is is_eval] for is_eval in (False, True))
         for pair in zip_longest(*kinds):
-            room -= sum(file.stat().st_size for file in pair if file is not None)
-            if room < 0:
+            left -= sum(file.stat().st_size for file in pair if file is not None)
+            if left < 0:
                 break
             kept += 1
         return kept

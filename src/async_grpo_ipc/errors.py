@@ -18,7 +18,7 @@ class AttachError(IPCError):
 
 
 class NoRoomError(IPCError):
-    """This process cannot map the memory for lack of room on its GPU. It may find some when it is started again."""
+    """This process cannot map the memory for lack of memory on its GPU. It may find some when it is started again."""
 
 
 class ExporterAliveError(IPCError):

@@ -38,7 +38,7 @@ def head(body: dict[str, Any]) -> Head:
 
 
 def memory(body: dict[str, Any]) -> dict[str, Any]:
-    """What a memory backend described. Blocks lie within the memory, and each has room for its canary."""
+    """What a memory backend described. Blocks lie within the memory, and each is large enough for its canary."""
     kind, blocks = text(body["kind"]), body["blocks"]
     if kind not in ("posix", "cuda"):
         raise ValueError(f"memory of kind {kind[:20]!r}")

@@ -166,7 +166,7 @@ def _top_level(argv: list[str]) -> int:
     parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND")
     if argv and not argv[0].startswith("-"):
         parser.error(f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}")
-    if argv[:1] == ["--version"]:  # argparse keeps it to itself where there is no room for the text
+    if argv[:1] == ["--version"]:  # argparse keeps it to itself where the text cannot be written
         print(f"async-grpo {__version__}", flush=True)
         return 0
     _parsed(parser, argv or ["--help"])

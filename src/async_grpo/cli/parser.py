@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help explains the options.\n")
 
     def print_help(self, file: Any = None) -> None:
-        """As in `argparse`, which keeps it to itself where there is no room for the text."""
+        """As in `argparse`, which keeps it to itself where the text cannot be written."""
         (file or sys.stdout).write(self.format_help())
 
     def format_usage(self) -> str:

@@ -63,7 +63,7 @@ class DeltaCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         encoder = self._encoder
-        if encoder is not None and encoder.taken != state.global_step and encoder.awaits_room():
+        if encoder is not None and encoder.taken != state.global_step and encoder.awaits_capacity():
             self._put(encoder, state.global_step)
         self._close(state.global_step)
 

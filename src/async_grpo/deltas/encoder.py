@@ -73,7 +73,7 @@ class Encoder:
         self.last: int | None = None  # version that is on the disk
         self.has_failed = False
         self._folder, self._every = keeping.folder, keeping.every
-        self._room = max(1, WAITING_BYTES // max(1, sum(tensor.nbytes for tensor in changing.values())))
+        self._capacity = max(1, WAITING_BYTES // max(1, sum(tensor.nbytes for tensor in changing.values())))
         self._written = self._nbytes = 0
         self._said_at = -SAY_EVERY_S
         self._writer, self._static = _open(keeping, model, tokenizer, changing, frozen)
@@ -82,19 +82,19 @@ class Encoder:
         self.thread.start()
 
     def wants(self, version: int) -> bool:
-        """Whether a version is to be kept, and there is room for it."""
+        """Whether a version is to be kept, and it can be queued."""
         is_due = self.taken is None or version // self._every != self.taken // self._every
-        return is_due and self.has_room()
+        return is_due and self.has_capacity()
 
-    def has_room(self) -> bool:
-        return not self.has_failed and self._waiting.qsize() < self._room
+    def has_capacity(self) -> bool:
+        return not self.has_failed and self._waiting.qsize() < self._capacity
 
-    def awaits_room(self) -> bool:
-        """Wait for room for one more version. False: there was none in time, or nothing is written any more."""
+    def awaits_capacity(self) -> bool:
+        """Wait until one more version can be queued. False: there was none in time, or nothing is written any more."""
         with suppress(WaitTimeoutError):
-            may_take: Callable[[], bool | None] = lambda: self.has_failed or self.has_room() or None  # noqa: E731
+            may_take: Callable[[], bool | None] = lambda: self.has_failed or self.has_capacity() or None  # noqa: E731
             wait_until(may_take, what="room for the last delta", timeout_s=ENDING_S)
-        return self.has_room()
+        return self.has_capacity()
 
     def put(self, version: int, take: Take) -> None:
         """Append a version. The thread calls `take` in any case, also where it writes nothing any more."""

@@ -53,7 +53,7 @@ class DeltaRecorder:
         self._last: int | None = None  # version that was reached last
 
     def reached(self, version: int, exporter: WeightExporter) -> None:
-        """Record `version`, the trainer's weights as they are now, if it is due and there is room for it.
+        """Record `version`, the trainer's weights as they are now, if it is due and the encoder has capacity.
 
         Raises:
             DeltaChainError: with the first version: there can be no chain in the folder.
@@ -72,7 +72,7 @@ class DeltaRecorder:
         """Write the newest version too, and wait until all is on the disk."""
         encoder = self.encoder
         if encoder is not None:
-            if encoder.taken != self._last and encoder.awaits_room():
+            if encoder.taken != self._last and encoder.awaits_capacity():
                 self._put_newest(encoder)
             encoder.close(self._last)
         if self._attachment is not None and (encoder is None or not encoder.thread.is_alive()):  # else it reads a slot

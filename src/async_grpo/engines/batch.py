@@ -33,7 +33,7 @@ class BatchEngine(ABC):
         self._waiting: deque[list[PreparedGroup]] = deque()
         self._batch: set[PreparedGroup] = set()  # that are being decoded
         self._decoding: Decoding | None = None
-        self._fits = sys.maxsize  # how many groups the memory has room for, as far as it is known
+        self._fits = sys.maxsize  # how many groups fit into the memory, as far as it is known
         self._device_failed = 0  # groups in a row that failed alone, by no fault of their own
 
     @abstractmethod

@@ -24,7 +24,7 @@ from async_grpo.errors import reason_of
 from async_grpo.log import logger
 
 LEAST_ROWS = 4
-LEAST_ROOM = 64  # tokens
+LEAST_TOKENS = 64  # of a row
 Shape = tuple[int, int, int, int]  # rows and tokens of a batch, and of a pass over a part of it
 PLACES = 4  # of weights, whose graphs are kept: there are three slots, and one more for `--delta-every`
 
@@ -78,7 +78,7 @@ class DecodeSteps:
         """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
         self._model, self._kwargs = model, kwargs
         self._rows, self._place = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
-        self._take_batch(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_ROOM))
+        self._take_batch(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_TOKENS))
         self._batch.take(cache, mask_bL, positions_bL)
         self._cast_weights()
         where = tuple(it.data_ptr() for it in (*model.parameters(), *model.buffers()))
@@ -91,16 +91,16 @@ class DecodeSteps:
     def _batch(self) -> FixedBatch:
         return self._batches[-1]
 
-    def _take_batch(self, cache: Cache, positions_bL: Tensor, rows: int, room: int) -> None:
+    def _take_batch(self, cache: Cache, positions_bL: Tensor, rows: int, tokens: int) -> None:
         """Take the smallest with at least these rows and tokens a row; where there is none, a new one."""
         kind = (*shapes_of(cache), positions_bL.shape[:-2], self._mixed())
-        if self._memory is None or self._memory.kind != kind or self._memory.tokens < rows * room:
+        if self._memory is None or self._memory.kind != kind or self._memory.tokens < rows * tokens:
             self._forget()
-            gc.collect()  # what is forgotten makes room
-            self._memory = KeyValueMemory(cache, kind, rows * room, self._mixed())
-        fit = [batch for batch in self._batches if batch.most_rows >= rows and batch.most_room >= room]
-        smallest = min(fit, key=lambda batch: batch.most_rows * batch.most_room, default=None)
-        batch = smallest or FixedBatch(cache, positions_bL, rows, room, self._memory)
+            gc.collect()  # frees the memory of what is forgotten
+            self._memory = KeyValueMemory(cache, kind, rows * tokens, self._mixed())
+        fit = [batch for batch in self._batches if batch.most_rows >= rows and batch.most_tokens >= tokens]
+        smallest = min(fit, key=lambda batch: batch.most_rows * batch.most_tokens, default=None)
+        batch = smallest or FixedBatch(cache, positions_bL, rows, tokens, self._memory)
         self._batches = [*(it for it in self._batches if it is not batch), batch]
 
     def _mixed(self) -> torch.dtype | None:
@@ -133,9 +133,9 @@ class DecodeSteps:
         """The logits `[b, V]` behind these tokens, in the model's dtype. The next step writes over them."""
         self._batch.tokens_R1[: self._rows, 0] = sampled_b
         self._place += 1
-        room = min(rounded(self._place, LEAST_ROOM), self._batch.most_room)
-        self._batch.rows, self._batch.room = rounded(self._rows, LEAST_ROWS), room
-        shape = (self._batch.most_rows, self._batch.most_room, self._batch.rows, self._batch.room)
+        tokens = min(rounded(self._place, LEAST_TOKENS), self._batch.most_tokens)
+        self._batch.rows, self._batch.tokens = rounded(self._rows, LEAST_ROWS), tokens
+        shape = (self._batch.most_rows, self._batch.most_tokens, self._batch.rows, self._batch.tokens)
         if self._capture and shape not in self._here and shape in self._warm:
             self._add_graph(shape)
         if shape in self._here:

@@ -5,7 +5,7 @@ It gives the results of transformers' own loop, and differs from it in four thin
 * It is stepped from outside, so that its caller can do other work between two tokens.
 * A row that has ended leaves the batch, so that the longest answer is decoded alone.
 * The completions of one prompt share its prefill.
-* Keys and values are written into a buffer that has room, instead of being copied for every token; on CUDA into one
+* Keys and values are written into a larger buffer, instead of being copied for every token; on CUDA into one
   of fixed shapes, so that a step is one launch (`captured`).
 
 A logits processor sees all rows, as from `generate`. One that has a method `keep(rows_b)` gets there the rows that
@@ -40,8 +40,8 @@ from async_grpo.engines.vision import VisionInputs
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
 LOOK_EVERY_CPU = 1  # step for ended rows
 LOOK_EVERY_GPU = 8  # steps: each look waits for all work that is queued
-ROOM = 64  # tokens by which a layer's buffer grows
-ONE = 2**62  # probability 1 as an integer; a float32 of 2**-38 or more is exact in it, and a sum of 2 has no room
+GROWTH = 64  # tokens by which a layer's buffer grows
+ONE = 2**62  # probability 1 as an integer; a float32 of 2**-38 or more is exact in it, and a sum of 2 does not fit
 
 
 Draw = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -195,7 +195,7 @@ class _OpenRows:
         self._kwargs = {name: value for name, value in model_kwargs.items() if name not in left}
         # A recurrent state is in layers of the cache that select no rows of it, or in the model's own modules.
         selectable = not model._is_stateful and (vision is None or self._cache is not None)
-        self._can_select = (fixed or _make_room_in(self._cache)) and selectable
+        self._can_select = (fixed or _preallocate_in(self._cache)) and selectable
         self.rows_b = torch.arange(len(input_ids), device=input_ids.device)
         self._steps: DecodeSteps | None = None
         self._prefill(input_ids)
@@ -299,19 +299,19 @@ def _where_padded(mask: Tensor | None) -> Tensor | None:
     return None if mask is None or bool(mask.all()) else mask
 
 
-def _make_room_in(cache: Cache | None) -> bool:
-    """Put `RoomyLayer`s in place of plain ones, before anything is cached; returns whether rows can be selected."""
+def _preallocate_in(cache: Cache | None) -> bool:
+    """Replace plain layers by `PreallocatedLayer`s before anything is cached; returns whether rows can be selected."""
     if cache is None:
         return True
     if not cache.offloading:
-        cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return all(isinstance(layer, DynamicLayer) for layer in cache.layers)
 
 
-class RoomyLayer(DynamicLayer):
-    """A `DynamicLayer` that keeps room for the next tokens, so that one token costs no copy of all before it."""
+class PreallocatedLayer(DynamicLayer):
+    """A `DynamicLayer` that allocates for the next tokens too, so that one token costs no copy of all before it."""
 
-    _keys: Tensor | None = None  # [b, heads, length + room, head_dim]
+    _keys: Tensor | None = None  # [b, heads, length + GROWTH at most, head_dim]
     _values: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -333,7 +333,7 @@ class RoomyLayer(DynamicLayer):
 def _append(buffer: Tensor | None, new: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """The buffer, larger if it had to be, and the part of it that is in use."""
     if buffer is None or buffer.shape[-2] < end:
-        larger = new.new_empty(*new.shape[:-2], end + ROOM, new.shape[-1])
+        larger = new.new_empty(*new.shape[:-2], end + GROWTH, new.shape[-1])
         if buffer is not None:
             larger[..., :start, :] = buffer[..., :start, :]
         buffer = larger

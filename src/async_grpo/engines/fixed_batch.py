@@ -3,7 +3,7 @@
 transformers knows caches of a fixed length (`StaticCache`). Here rows may leave as well, the part that is read grows
 with the rows, and no key is copied for the query heads that share it.
 
-Shapes: R rows, L tokens of room for each; a pass is over the first `rows` and reads the first `room` tokens.
+Shapes: R rows, L tokens of each at most; a pass is over the first `rows` and reads the first `tokens` of them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class KeyValueMemory:
             for layer in like.layers
         ]
 
-    def layer(self, index: int, like: DynamicLayer, rows: int, room: int) -> list[Tensor]:
-        """Keys and values `[rows, heads, room, width]`."""
+    def layer(self, index: int, like: DynamicLayer, rows: int, tokens: int) -> list[Tensor]:
+        """Keys and values `[rows, heads, tokens, width]`."""
         return [
-            memory[: rows * room * it.shape[1] * it.shape[3]].view(rows, it.shape[1], room, it.shape[3])
+            memory[: rows * tokens * it.shape[1] * it.shape[3]].view(rows, it.shape[1], tokens, it.shape[3])
             for memory, it in zip(self._layers[index], (like.keys, like.values), strict=True)
         ]
 
@@ -58,14 +58,14 @@ class FixedBatch:
         positions_bL: of the prompts, `[3, b, L]` for some models.
     """
 
-    def __init__(self, like: Cache, positions_bL: Tensor, rows: int, room: int, memory: KeyValueMemory) -> None:
-        self.most_rows, self.most_room = self.rows, self.room = rows, room
+    def __init__(self, like: Cache, positions_bL: Tensor, rows: int, tokens: int, memory: KeyValueMemory) -> None:
+        self.most_rows, self.most_tokens = self.rows, self.tokens = rows, tokens
         self.place = torch.zeros((), dtype=torch.long, device=positions_bL.device)  # of the tokens in their rows
         self.tokens_R1 = positions_bL.new_zeros(rows, 1, dtype=torch.long)
         self.positions_R1 = positions_bL.new_zeros(*positions_bL.shape[:-2], rows, 1)
-        self._mask_RL = torch.ones(rows, room, dtype=torch.bool, device=positions_bL.device)
+        self._mask_RL = torch.ones(rows, tokens, dtype=torch.bool, device=positions_bL.device)
         self._layers = [
-            _FixedLayer(self, layer.is_sliding, *memory.layer(index, layer, rows, room))
+            _FixedLayer(self, layer.is_sliding, *memory.layer(index, layer, rows, tokens))
             for index, layer in enumerate(like.layers)
         ]
         self.cache = Cache(layers=[*self._layers])
@@ -93,7 +93,7 @@ class FixedBatch:
         """Inputs of `prepare_inputs_for_generation`, for the pass that comes."""
         return {
             "input_ids": self.tokens_R1[: self.rows],
-            "attention_mask": self._mask_RL[: self.rows, : self.room],
+            "attention_mask": self._mask_RL[: self.rows, : self.tokens],
             "position_ids": self.positions_R1[..., : self.rows, :],
             "past_key_values": self.cache,
         }
@@ -127,16 +127,16 @@ class _FixedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token of each row; returns all keys and values of the pass."""
-        rows, room = self._batch.rows, self._batch.room
+        rows, tokens = self._batch.rows, self._batch.tokens
         place = self._batch.place.view(1)
-        keys, values = self.keys[:rows, :, :room], self.values[:rows, :, :room]
+        keys, values = self.keys[:rows, :, :tokens], self.values[:rows, :, :tokens]
         keys.index_copy_(2, place, key_states.to(keys.dtype))
         values.index_copy_(2, place, value_states.to(values.dtype))
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Tokens that are read, and the place of the first."""
-        return self._batch.room, 0
+        return self._batch.tokens, 0
 
     def get_seq_length(self) -> Tensor:
         """The place of the next token, as a tensor: a graph reads it."""
@@ -144,7 +144,7 @@ class _FixedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Tokens of a row at most."""
-        return self._batch.most_room
+        return self._batch.most_tokens
 
 
 def shapes_of(cache: Cache) -> list[tuple[Any, ...]]:

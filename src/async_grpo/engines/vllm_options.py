@@ -23,7 +23,7 @@ _OURS = {
 }
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEED_TEXT = ("stop", "bad_words", "structured_outputs")
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can reserve room for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can reserve memory for
 
 
 def sampling_options(trainer: Any) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _lora_options(model: Any) -> dict[str, Any]:
     if adapter is None:
         return {}
     rank = max([adapter[1].r, *(adapter[1].rank_pattern or {}).values()])
-    room = next((size for size in LORA_RANKS if size >= rank), None)
-    if room is None:
+    reserved = next((size for size in LORA_RANKS if size >= rank), None)
+    if reserved is None:
         raise UnsupportedError(f"LoRA rank {rank} is over {LORA_RANKS[-1]}, vLLM's largest. Take --generator hf.")
-    return {"enable_lora": True, "max_lora_rank": room}
+    return {"enable_lora": True, "max_lora_rank": reserved}

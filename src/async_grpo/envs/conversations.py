@@ -120,14 +120,14 @@ class Conversation:
         self._tools = list(tools)
 
     def hear(self, messages: Sequence[Message]) -> bool:
-        """Have the model read these. False: there is no room for them, or its last message was cut; nothing changed."""
+        """Have the model read these. False: they do not fit, or its last message was cut; nothing changed."""
         if not self.transcript.turns:
             self._opening += copy.deepcopy(list(messages))
             return True
         if self._cut:
             return False
         read = self._written(messages)
-        if self.transcript.room(self._limits, read) <= 0:
+        if self.transcript.tokens_left(self._limits, read) <= 0:
             return False
         self.transcript.read(read)
         return True

@@ -19,7 +19,7 @@ from async_grpo.archive import checkpoint_folders
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
 from async_grpo.launch.child_log import LogTail, last_line
-from async_grpo.launch.room import MemoryWatch, crowding, require_room
+from async_grpo.launch.host_memory import MemoryWatch, crowding, require_memory
 from async_grpo.launch.screen import open_screen
 from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exits, Restart, Supervisor, exit_reason
 from async_grpo.records import WorkerId
@@ -53,7 +53,7 @@ def launch(root: Path, plan: RunPlan) -> int:
     stop.defer()
     ignore_stacks_signal()
     survive_lost_output()
-    require_room(plan.num_workers)
+    require_memory(plan.num_workers)
     state = prepare(root, plan, say=lambda text: print(f"[launcher] {text}", flush=True))
     run = RunDir(root)
     try:

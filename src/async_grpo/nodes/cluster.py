@@ -32,13 +32,13 @@ LOCAL_ADDRESS = "127.0.0.1"
 STAYS_LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOCAL_STORE_BYTES = 256 * 2**20
 CONNECTED_S = 2.0  # for a head or a raylet to take a connection
-CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has room for the actor
+CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has capacity for the actor
 EXCHANGE, WEIGHTS = "exchange", "weights"  # groups of threads of an actor
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class StoreFullError(AsyncGRPOError):
-    """The cluster's store has no room for a bucket."""
+    """The cluster's store has no memory for a bucket."""
 
     exit_code = 1
 
@@ -165,7 +165,7 @@ class Cluster:
         return sorted((_machine(node, free) for node in others), key=lambda machine: machine.name)
 
     def start(self, machine: Machine, *, workers: int, gpus: int) -> RayNode:
-        """An actor with room for these workers, on this machine and no other. It may have to wait for the room."""
+        """An actor with capacity for these workers, on this machine and no other. It may have to wait for it."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = self._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(FarNodeOnRay)
@@ -189,7 +189,7 @@ class Cluster:
         return str(self._ray.get_runtime_context().gcs_address)
 
     def put(self, data: Any) -> Any:
-        """Bytes in the cluster's store, for any number of calls. `StoreFullError`: there is no room for them."""
+        """Bytes in the cluster's store, for any number of calls. `StoreFullError`: there is no memory for them."""
         from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
         try:

@@ -37,7 +37,7 @@ from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, writ
 LOOK_S = 0.2
 RECORD_EVERY_S = 1.0
 DEFAULT_WORKERS = 2  # of a node without GPUs
-START_S = 120.0  # for an actor that has room to answer, on a machine that may be busy
+START_S = 120.0  # for an actor that has capacity to answer, on a machine that may be busy
 BEGIN_S = 300.0  # for it to import what a worker does and to start them, on a machine that may be busy
 END_S = 10.0  # for the nodes to end
 AGAIN_S = 2.0  # between tries to find a machine; doubled
@@ -168,7 +168,7 @@ class _Gate:
         deadline = time.monotonic() + self._launch.node_wait
         while True:
             machines = self._cluster.machines()
-            usable = [machine for machine in machines if self._has_room(machine) and answers(machine.address)]
+            usable = [machine for machine in machines if self._has_capacity(machine) and answers(machine.address)]
             if len(usable) >= wanted or self._is_over():
                 return usable
             if time.monotonic() > deadline:
@@ -180,13 +180,13 @@ class _Gate:
                 )
             time.sleep(LOOK_S)
 
-    def _has_room(self, machine: Machine) -> bool:
+    def _has_capacity(self, machine: Machine) -> bool:
         """Whether its workers would start now: what others have taken of it is not counted on."""
         workers, gpus = self._size_of(machine)
         return machine.free_cpus >= CPUS_A_WORKER * workers and machine.free_gpus >= gpus
 
     def _state_of(self, machine: Machine) -> str:
-        if self._has_room(machine):
+        if self._has_capacity(machine):
             return f"{machine.name}: {machine.free}"
         workers, gpus = self._size_of(machine)
         needs = f"{CPUS_A_WORKER * workers:g} CPUs" + (f" and {counted(gpus, 'GPU')}" if gpus else "")
@@ -311,7 +311,7 @@ class _Gate:
         for machine in self._cluster.machines():
             if machine.node_id in self._taken.keys() | self._unusable:
                 continue
-            if not self._has_room(machine) or not answers(machine.address):
+            if not self._has_capacity(machine) or not answers(machine.address):
                 continue
             with self._mutex:
                 if machine.node_id not in self._taken:

@@ -250,7 +250,7 @@ class _RunHere:
         now = self._answer
         if now.groups or now.failures or now.refused or now.gave_up or self._ended.is_set():
             return True
-        return self._groups_scored() > self._said_scored  # there is room for other jobs
+        return self._groups_scored() > self._said_scored  # there is capacity for other jobs
 
     def _groups_scored(self) -> int:
         """How many groups get their rewards, as workers say once they have nothing left to sample."""

@@ -35,7 +35,7 @@ from async_grpo.telemetry.nodes import NodeRecord
 from async_grpo.telemetry.waiting import wait_until
 
 SILENCE_S = 10.0  # without an answer a node is lost
-HUNGRY_S = 0.02  # a node that has room for jobs is asked for so often
+HUNGRY_S = 0.02  # a node that has capacity for jobs is asked for so often
 BUSY_S = 0.25
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this node
 WEIGHTS_POLL_S = 0.005
@@ -150,13 +150,13 @@ class FarNodeSeat:
             self._looked = time.monotonic()
         if self._trouble is not None:
             raise PeerDiedError(f"cannot get its weights: {words_of(self._trouble)}") from self._trouble
-        room = self._room()
-        claims = self._queue.claim(room, skip=self._skipped()) if room else []
+        capacity = self._capacity()
+        claims = self._queue.claim(capacity, skip=self._skipped()) if capacity else []
         if claims or not self._waiting:
             self._send(claims)
         oldest = self._waiting[0]
         try:
-            answer = oldest.answer.result(HUNGRY_S if room else BUSY_S)
+            answer = oldest.answer.result(HUNGRY_S if capacity else BUSY_S)
         except NotYet:
             self._wait_on()
             return
@@ -185,8 +185,8 @@ class FarNodeSeat:
         self._activity.has_jobs((claim.job.seq for claim in claims), GENERATING)
         self._waiting.append(_SentExchange(self._calls.exchange(jobs, self._new_states()), time.monotonic()))
 
-    def _room(self) -> int:
-        """As `Worker._room` has it, for all workers of the node."""
+    def _capacity(self) -> int:
+        """As `Worker._capacity` has it, for all workers of the node."""
         if not self._alive or self._published is None or not self._queue.served():
             return 0
         mine, pending = max(0, len(self._claims) - self._scored), self._queue.pending()

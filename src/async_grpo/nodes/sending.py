@@ -184,7 +184,7 @@ class PublishedVersions:
         """The first bytes of `rest`, in the store. Where that is full, nothing is kept there, and a bucket is smaller.
 
         Raises:
-            StoreFullError: not even a small one has room.
+            StoreFullError: not even a small one fits.
         """
         if key in self._buckets:
             return self._buckets[key]

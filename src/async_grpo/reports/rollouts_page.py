@@ -90,19 +90,19 @@ def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
     about: list[dict[str, Any]] = []
     rows: list[list[Any]] = []
     dialogues: dict[int, list[list[Any]]] = {}  # by row
-    room = _PAGE_CHARACTERS
+    left = _PAGE_CHARACTERS
     for rollout in selection.rollouts:
         key = (rollout.found.group.job.seq, rollout.found.group.attempt)
         if key not in numbers:
             numbers[key] = len(about)
             about.append(_group(rollout.found))
-            room -= len(about[-1]["prompt"]) + sum(map(len, about[-1]["images"]))
+            left -= len(about[-1]["prompt"]) + sum(map(len, about[-1]["images"]))
         rows.append([numbers[key], *_row(rollout, names)])
-        room -= len(rows[-1][4]) + sum(map(len, rows[-1][6]))
+        left -= len(rows[-1][4]) + sum(map(len, rows[-1][6]))
         if parts := _dialogue(rollout):
             dialogues[len(rows) - 1] = parts
-            room -= sum(len(part[1]) for part in parts)
-        if room < 0:
+            left -= sum(len(part[1]) for part in parts)
+        if left < 0:
             break
     state = groups.state
     return {

@@ -137,10 +137,10 @@ class ChatDialogue:
 
     def _how_to_generate(self, prompt_length: int) -> Any:
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        room = self._options.max_tokens if context is None else min(self._options.max_tokens, context - prompt_length)
+        left = self._options.max_tokens if context is None else min(self._options.max_tokens, context - prompt_length)
         if prompt_length == 0:
             raise UsageError("The tokenizer makes no tokens of this text.")
-        if room < 1:
+        if left < 1:
             raise UsageError(
                 f"This is {prompt_length} tokens with what was said before, and the model reads at most {context}. "
                 "Begin a new chat."
@@ -150,7 +150,7 @@ class ChatDialogue:
         ends, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         return transformers.GenerationConfig(
             **sampling,
-            max_new_tokens=room,
+            max_new_tokens=left,
             eos_token_id=_all_of(self._model.generation_config.eos_token_id, ends),
             pad_token_id=ends if pad is None else pad,
         )

@@ -171,10 +171,10 @@ class Worker:
     def _claim(self) -> None:
         started = time.monotonic()
         self._left_to_others = {seq: until for seq, until in self._left_to_others.items() if started < until}
-        if self._unserved_since is not None or self._scoring.is_full or not (room := self._room()):
+        if self._unserved_since is not None or self._scoring.is_full or not (capacity := self._capacity()):
             return
         try:
-            claims = self._queue.claim(room, skip=self._started.keys() | self._left_to_others.keys())
+            claims = self._queue.claim(capacity, skip=self._started.keys() | self._left_to_others.keys())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
             time.sleep(RETRY_S)
@@ -187,8 +187,8 @@ class Worker:
                 self._held_since = started
             self._held += claims
 
-    def _room(self) -> int:
-        """An even share of what is pending or in flight here, as far as the engine has room for it."""
+    def _capacity(self) -> int:
+        """An even share of what is pending or in flight here, as far as the engine has capacity for it."""
         if self._sampling and self._version is None:  # new weights wait until the engine is empty
             return 0
         mine, most = len(self._sampling) + len(self._held), self._generation.most_groups

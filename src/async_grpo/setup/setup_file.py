@@ -96,7 +96,7 @@ def load_trainer(
         engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
         to_describe: it will not be trained, so it makes neither repositories on the Hub nor folders.
         worker_of: the trainer only samples and scores, for one of that many processes.
-        policy_on_cpu: and its model is not to take room on the GPU yet.
+        policy_on_cpu: and its model is not to take memory of the GPU yet.
         alone: entered while `get_trainer()` runs.
         steps, seed: override the file's.
         config_values: override fields of the file's `GRPOConfig` (`--set`).

@@ -36,7 +36,7 @@ def built_for_a_worker(ranks: int, *, policy_on_cpu: bool = False) -> Iterator[N
     Args:
         ranks: processes of the trainer. A worker is one process, so TRL's arithmetic of batches, and its refusals,
             would be of another batch than the run's.
-        policy_on_cpu: its weights will be read in place on the GPU, which has no room to spare for them until then. A
+        policy_on_cpu: its weights will be read in place on the GPU, which has no memory to spare for them until then. A
             reward model goes to the GPU as ever, and so does a model that has to be there (`stays_as_loaded`).
     """
     from transformers import TrainingArguments

@@ -38,7 +38,7 @@ class Transcript:
         self.tokens.extend(turn)
         self.turns += 1
 
-    def room(self, limits: TokenLimits, unread: Sequence[int] = ()) -> int:
-        """How many tokens the model may write behind `unread`. Not positive: there is no room."""
+    def tokens_left(self, limits: TokenLimits, unread: Sequence[int] = ()) -> int:
+        """How many tokens the model may write behind `unread`. Not positive: none."""
         written = len(self.tokens) + len(unread)
         return min(limits.completion - written, limits.sequence - len(self.prompt_ids) - written)

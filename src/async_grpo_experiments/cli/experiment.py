@@ -147,7 +147,7 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
     by_kind: dict[str, list[Stage]] = {}
     for stage in graph_of(config).values():
         by_kind.setdefault(kind_of(stage, config), []).append(stage)
-    room = experiment.largest_room(config)
+    largest = experiment.largest_memory(config)
     rows, disk, too_large = [], 0, list[str]()
     for kind, stages in by_kind.items():
         job, measured, answer = stages[0].job, peaks.needed(stages[0], config), answers.get(kind)
@@ -157,8 +157,8 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
         took = for_people(seconds[kind]) if kind in seconds else "unknown"
         name = f"{job.algo or 'reference'} {stages[0].kind}, {job.family}"
         rows.append([name, str(len(stages)), memory, "unknown" if answer is None else size(answer.disk), took])
-        if answer is not None and (needed := measured or int(answer.needed * MARGIN)) > room > 0:
-            too_large.append(_too_large(name, batch_of(stages[0], config).name, needed, room, answer))
+        if answer is not None and (needed := measured or int(answer.needed * MARGIN)) > largest > 0:
+            too_large.append(_too_large(name, batch_of(stages[0], config).name, needed, largest, answer))
     options.print_table("each stage", ["kind", "stages", "memory", "disk", "time"], rows)
     for sentence in too_large:
         print(printable(sentence))
@@ -170,9 +170,9 @@ def _forecast(config: ExperimentConfig, outputs: Path) -> None:
     print("~: by the rules of `train --dry-run`; other memory was measured, and has a tenth added")
 
 
-def _too_large(name: str, key: str, needed: int, room: int, answer: StageForecast) -> str:
+def _too_large(name: str, key: str, needed: int, largest: int, answer: StageForecast) -> str:
     """Say that a stage needs more than a GPU has, and the largest batch that would fit."""
-    fits = answer.fitting(room, needed)
+    fits = answer.fitting(largest, needed)
     way_out = "no batch fits: take a smaller model, or a larger GPU" if fits is None else f"set {key}={fits.rows}"
     then = "" if fits is None else f", which needs {size(fits.nbytes)}"
-    return f"{name} needs {size(needed)}, and the largest place has {size(room)}: {way_out}{then}."
+    return f"{name} needs {size(needed)}, and the largest place has {size(largest)}: {way_out}{then}."

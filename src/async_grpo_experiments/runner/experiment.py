@@ -181,7 +181,7 @@ def _places(config: ExperimentConfig) -> list[Place]:
     return core_places((most or core_pairs()) * system.gpus_per_job)
 
 
-def largest_room(config: ExperimentConfig) -> int:
+def largest_memory(config: ExperimentConfig) -> int:
     """Bytes of the largest place of this machine; 0: no place has any."""
     return _largest(_places(config))
 

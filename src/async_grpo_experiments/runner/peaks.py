@@ -50,10 +50,10 @@ class StageForecast:
     def needed(self) -> int:
         return self.memory[0].nbytes
 
-    def fitting(self, room: int, measured: int) -> BatchMemory | None:
+    def fitting(self, memory: int, measured: int) -> BatchMemory | None:
         """The largest batch that fits, where `measured` bytes are those of the configured one. None: none does."""
         scaled = (BatchMemory(rows, nbytes * measured // self.needed) for rows, nbytes in self.memory)
-        return next((one for one in scaled if one.nbytes <= room), None)
+        return next((one for one in scaled if one.nbytes <= memory), None)
 
 
 class BatchKey(NamedTuple):

@@ -152,7 +152,7 @@ class Packing:
         return tuple(self._free[:count]) if len(self._free) >= count else ()
 
     def _shared(self, need: Need) -> tuple[Place, ...]:
-        """The fullest place that has room; among empty ones the first that became free."""
+        """The fullest place that has capacity; among empty ones the first that became free."""
         assert need.bytes is not None
         by_use = [*self._free, *(place for place in self._places if place not in self._free)]
         fitting = [

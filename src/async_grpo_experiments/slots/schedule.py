@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from async_grpo.errors import AsyncGRPOError, DiskFullError, UsageError
 from async_grpo.launch.child_log import LogTail, last_line
-from async_grpo.launch.room import MemoryWatch
+from async_grpo.launch.host_memory import MemoryWatch
 from async_grpo.launch.supervisor import Exit, exit_reason
 from async_grpo_experiments.slots.ledger import (
     BLOCKED,

@@ -42,7 +42,7 @@ class Sweep:
     start_instance: int = 0
     base_port: int = BASE_PORT
     gpus_per_run: int | None = None  # None: one where there are GPUs
-    num_instances: int | None = None  # runs at once; None: as many as there is room for
+    num_instances: int | None = None  # runs at once; None: as many as fit
     num_workers: int | None = None  # of each run; None: as many as `train` has
     training: TrainingSettings = field(default_factory=TrainingSettings)  # what the runs have in common
     work: WorkerSettings = field(default_factory=WorkerSettings)

@@ -67,7 +67,7 @@ def canary(generation: str, block: int) -> bytes:
 def allocate(device: torch.device, generation: str, block_bytes: Sequence[int], way: Way = "auto") -> ExportedMemory:
     """Blocks of these sizes that other processes can map, for tensors of `device`, each with its canary written.
 
-    A GPU without room for all of them gives the first ones, the static block and at least `FEWEST_SLOTS` slots.
+    A GPU without memory for all of them gives the first ones, the static block and at least `FEWEST_SLOTS` slots.
 
     Args:
         way: memory of the GPU where it can be shared, else of the host ("auto"); or one of the two.
@@ -92,9 +92,9 @@ def _allocate(device: torch.device, generation: str, block_bytes: Sequence[int],
 
 
 def _in_gpu_memory(device: torch.device, block_bytes: Sequence[int], way: Way) -> ExportedMemory | None:
-    """None where the GPU's memory cannot be shared, or has no room: which it is, is logged in one line."""
+    """None where the GPU's memory cannot be shared, or does not suffice: which it is, is logged in one line."""
     from async_grpo_ipc.memory.cuda import CudaExport
-    from async_grpo_ipc.memory.cuda_runtime import no_room, why_not
+    from async_grpo_ipc.memory.cuda_runtime import is_out_of_memory, why_not
 
     reason = why_not(device)
     if reason is None:
@@ -103,7 +103,7 @@ def _in_gpu_memory(device: torch.device, block_bytes: Sequence[int], way: Way) -
                 exported = CudaExport(device, block_bytes[:blocks])
             except RuntimeError as error:  # cupy's CUDARuntimeError
                 reason = f"{sum(block_bytes[:blocks]) / 2**30:.2f} GiB of its own cannot be shared ({error})"
-                if no_room(error) and blocks > 1 + FEWEST_SLOTS:
+                if is_out_of_memory(error) and blocks > 1 + FEWEST_SLOTS:
                     continue
                 break
             if blocks < len(block_bytes):

@@ -19,7 +19,7 @@ from torch import Tensor
 from async_grpo_ipc.errors import AttachError, NoRoomError
 from async_grpo_ipc.layout import align
 from async_grpo_ipc.memfd import exporter_gone
-from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime, no_room
+from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, is_out_of_memory, load_runtime
 from async_grpo_ipc.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class CudaExport:
     """Raw allocations on one GPU, and their IPC handles.
 
     Raises:
-        RuntimeError: there is no room for them, or no handle; nothing is left allocated.
+        RuntimeError: there is no memory for them, or no handle; nothing is left allocated.
     """
 
     survives_exporter = False
@@ -199,7 +199,7 @@ def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], descripti
             imported = _imports[key] = _Import(runtime, device, bytes.fromhex(block["handle"]))
         return runtime.tensor(device, imported.pointer, block["nbytes"], imported)
     except RuntimeError as error:  # cupy's CUDARuntimeError, and torch's errors
-        if no_room(error):
+        if is_out_of_memory(error):
             raise NoRoomError(
                 f"GPU {device} ({runtime.uuid(device)}) has no room for what it takes to map weights: {error}. Give "
                 "the processes on it less (--num-workers, vllm_gpu_memory_utilization), or start this one again."

@@ -145,7 +145,7 @@ def load_runtime() -> CudaRuntime:
     return CupyRuntime()
 
 
-def no_room(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether this error of cupy or torch says that the GPU's memory does not suffice."""
     return "out of memory" in str(error)
 
@@ -172,7 +172,7 @@ def _why_no_handle(runtime: CudaRuntime, device: int) -> str | None:
     try:
         pointer = runtime.malloc(device, PROBE_BYTES)
     except RuntimeError:
-        return None  # no room: whoever needs more of it will say so
+        return None  # no memory: whoever needs more of it will say so
     try:
         runtime.handle_of(device, pointer)
     except RuntimeError as error:  # cupy's CUDARuntimeError

@@ -25,7 +25,7 @@ from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, w
 from async_grpo.checks.doctor.gpu import DriverReport
 from async_grpo.checks.plan.facts import Look, Question
 from async_grpo.cli import main
-from async_grpo.launch import room
+from async_grpo.launch import host_memory
 from async_grpo.rewards.sandbox import SWITCH
 from async_grpo.rundir import folders
 
@@ -95,11 +95,11 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text(used + "\n")
     (tmp_path / "fs/outer/memory.stat").write_text("anon 1\ninactive_file 100000000\n")  # which the kernel drops first
-    assert room.memory_group(tmp_path / "fs", own) == room.MemoryGroup(limit=4 * GB, used=3_800_000_000)
+    assert host_memory.memory_group(tmp_path / "fs", own) == host_memory.MemoryGroup(limit=4 * GB, used=3_800_000_000)
 
 
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory_group", lambda: room.MemoryGroup(limit=GB, used=GB // 2))
+    monkeypatch.setattr(machine, "memory_group", lambda: host_memory.MemoryGroup(limit=GB, used=GB // 2))
     [finding] = machine.memory(HERE)
     assert finding.level is Level.WARNING and "may use 1.0 GB" in finding.found
 

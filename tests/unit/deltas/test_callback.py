@@ -35,7 +35,7 @@ class Slow:
         self.callback = DeltaCallback(folder)
         self.state: Any = SimpleNamespace(global_step=0, is_world_process_zero=True)
         self.callback.on_train_begin(None, self.state, None, model=Model())
-        while self.encoder.last is None or self.encoder.has_room():
+        while self.encoder.last is None or self.encoder.has_capacity():
             self.state.global_step += 1
             self.callback.on_step_end(None, self.state, None)
         self.state.global_step += 1
@@ -53,11 +53,11 @@ class Slow:
 def test_an_encoder_that_fails_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Slow(tmp_path / "deltas", monkeypatch)
     waits = threading.Event()
-    has_room = Encoder.has_room
-    monkeypatch.setattr(Encoder, "has_room", lambda self: waits.set() or has_room(self))
+    has_capacity = Encoder.has_capacity
+    monkeypatch.setattr(Encoder, "has_capacity", lambda self: waits.set() or has_capacity(self))
     training = threading.Thread(target=run.ends, daemon=True)
     training.start()
-    assert waits.wait(60), "it waits for room"
+    assert waits.wait(60), "it waits for capacity"
     run.go.set()
     training.join(60)
     assert not training.is_alive()

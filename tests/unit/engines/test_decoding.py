@@ -30,7 +30,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from async_grpo.engines import decoding
-from async_grpo.engines.decoding import ROOM, RoomyLayer, SamplingLoop
+from async_grpo.engines.decoding import GROWTH, PreallocatedLayer, SamplingLoop
 
 PAD, EOS = 0, 1
 VOCABULARY = 24
@@ -271,15 +271,15 @@ def test_rows_that_have_ended_are_not_decoded_any_more() -> None:
     assert batches[1:] == [(12, 1)] * 2 + [(4, 1)] * 17
 
 
-def test_a_layer_with_room_holds_what_a_plain_one_holds() -> None:
+def test_a_preallocated_layer_holds_what_a_plain_one_holds() -> None:
     torch.manual_seed(0)
     ours, plain_layer = DynamicCache(), DynamicCache()
-    ours.layers, plain_layer.layers = [RoomyLayer()], [DynamicLayer()]
+    ours.layers, plain_layer.layers = [PreallocatedLayer()], [DynamicLayer()]
     ours.layer_class_to_replicate = plain_layer.layer_class_to_replicate = None
-    for step, tokens in enumerate([5, *[1] * (2 * ROOM), 3]):
-        rows = 4 if step < ROOM else 2
+    for step, tokens in enumerate([5, *[1] * (2 * GROWTH), 3]):
+        rows = 4 if step < GROWTH else 2
         keys, values = torch.randn(rows, 2, tokens, 8), torch.randn(rows, 2, tokens, 8)
-        if step == ROOM:
+        if step == GROWTH:
             for cache in (ours, plain_layer):
                 cache.batch_select_indices(torch.tensor([3, 1]))
         for mine, expected in zip(ours.update(keys, values, 0), plain_layer.update(keys, values, 0), strict=True):

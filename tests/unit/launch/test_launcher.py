@@ -25,7 +25,7 @@ from stage import (
 from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
 from async_grpo.errors import BadFileError, UsageError
-from async_grpo.launch import launcher, room
+from async_grpo.launch import host_memory, launcher
 from async_grpo.launch.launcher import NOTHING_TRAINED, launch
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
@@ -266,10 +266,10 @@ def test_more_workers_than_memory_are_refused_before_anything_is_changed(stage: 
 
 
 def test_a_containers_limit_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "memory_group", lambda: room.MemoryGroup(limit=10**9, used=10**8))
-    room.require_room(2)
+    monkeypatch.setattr(host_memory, "memory_group", lambda: host_memory.MemoryGroup(limit=10**9, used=10**8))
+    host_memory.require_memory(2)
     with pytest.raises(UsageError, match=r"900\.0 MB are free. There is room for 2 at most"):
-        room.require_room(3)
+        host_memory.require_memory(3)
 
 
 def test_more_workers_than_cores_are_warned_of(

@@ -69,10 +69,10 @@ def test_a_transcript_has_what_was_read_between_two_turns() -> None:
     assert tokens.logprobs == [-1.0, -1.0, 0.0, -1.0] and tokens.kept[2] == b""
 
 
-@pytest.mark.parametrize(("completion", "sequence", "room"), [(10, 100, 5), (100, 9, 2), (100, 7, 0), (4, 100, -1)])
-def test_the_model_has_the_room_that_the_completion_and_the_sequence_leave(
-    completion: int, sequence: int, room: int
+@pytest.mark.parametrize(("completion", "sequence", "left"), [(10, 100, 5), (100, 9, 2), (100, 7, 0), (4, 100, -1)])
+def test_the_model_has_the_tokens_that_the_completion_and_the_sequence_leave(
+    completion: int, sequence: int, left: int
 ) -> None:
     transcript = Transcript([7, 8])
     transcript.write(sampled(1, 2, 3))
-    assert transcript.room(TokenLimits(completion=completion, sequence=sequence), unread=[9, 9]) == room
+    assert transcript.tokens_left(TokenLimits(completion=completion, sequence=sequence), unread=[9, 9]) == left

@@ -160,7 +160,7 @@ def test_a_fair_share_is_left_to_other_workers(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(seq) for seq in range(4)], FakeEngine())
     setting.queue.workers = 2
     setting.engine.before_step = lambda step: setattr(setting, "goes_on", False)
-    assert setting.worker._room() == 2
+    assert setting.worker._capacity() == 2
 
 
 def test_groups_per_claim_is_the_most_in_flight(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ class TestWithHydra:
         halves = [BatchMemory(rows, rows * 10**10) for rows in (8, 4, 2, 1)]
         answers = {kind: StageForecast(memory=halves, disk=0) for kind in kinds}
         monkeypatch.setattr(experiment, "ask_forecast", lambda config: answers)
-        monkeypatch.setattr(experiment, "largest_room", lambda config: 68 * 10**9)
+        monkeypatch.setattr(experiment, "largest_memory", lambda config: 68 * 10**9)
         train = next(stage for stage in kinds.values() if (stage.job.algo, stage.kind) == ("PITA", "train"))
         MemoryPeaks(Path(MEMORY)).peak_of(train, Path("nowhere"), config, 200 * 10**9)
         assert main(["experiment", *keys, "--outputs", ".", "--dry-run"]) == 0

@@ -235,7 +235,7 @@ def test_out_of_memory_alone_says_what_would_help(tmp_path: Path) -> None:
 def test_a_task_that_the_kernel_kills_for_lack_of_memory_was_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_grpo.launch.room._kills_of_our_group", iter(range(9)).__next__)
+    monkeypatch.setattr("async_grpo.launch.host_memory._kills_of_our_group", iter(range(9)).__next__)
     command = Command(["sh", "-c", "kill -9 $$"], os.environ, tmp_path / "log")
     task = Task(name="a", command=lambda place: command, need=Need(bytes=1), way_out=lambda place: place.name)
     ledger, said = Ledger(tmp_path / "slots.jsonl"), list[str]()

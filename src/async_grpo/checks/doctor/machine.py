@@ -18,7 +18,7 @@ from packaging.version import Version
 from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
 from async_grpo.errors import PeerDiedError, RunDirError, UsageError
 from async_grpo.formatting import size
-from async_grpo.launch.room import memory_group
+from async_grpo.launch.host_memory import memory_group
 from async_grpo.rewards.sandbox import SWITCH, SandboxError, run_code
 from async_grpo.rundir.folders import check_place, nearest_existing
 from async_grpo.version import __version__

@@ -89,9 +89,9 @@ def _lengths(facts: TrainerFacts) -> Finding:
     found = f"prompts {measured if longest else 'of any length'}, completions up to {completion}"
     if context is None or completion is None:
         return ok("lengths", found)
-    room = context - (longest or 0)
-    if completion > room:
-        fix = f"max_completion_length={max(1, room)}, or shorter prompts."
+    left = context - (longest or 0)
+    if completion > left:
+        fix = f"max_completion_length={max(1, left)}, or shorter prompts."
         return error("lengths", f"{found}: more than the model's context of {context}", fix)
     return ok("lengths", f"{found}; the model's context is {context}")
 

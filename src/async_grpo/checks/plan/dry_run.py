@@ -11,8 +11,8 @@ from pathlib import Path
 from async_grpo.checks.plan import memory
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.formatting import counted, size
+from async_grpo.launch.host_memory import crowding, require_memory
 from async_grpo.launch.launcher import threads as threads_of
-from async_grpo.launch.room import crowding, require_room
 from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
@@ -37,7 +37,7 @@ def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -
         AsyncGRPOError: where `launch` would refuse, or its server would, with the same text and exit code.
     """
     training = plan.training
-    require_room(plan.num_workers)
+    require_memory(plan.num_workers)
     fate, place = preview(root, resume=training.resume, overwrite=plan.launch.overwrite)
     question = Question(plan=plan, run_dir=root)
     facts = _look(question)

@@ -235,10 +235,10 @@ def worker_fit(facts: TrainerFacts, gpu_memory: int, *, workers: int = 1, at_mos
     """The answer for a GPU without the trainer, or with it: then it leaves `at_most` bytes for these workers."""
     share = USABLE if facts.vllm_share is None else facts.vllm_share
     setting = "" if facts.vllm_share is None else "vllm_gpu_memory_utilization="
-    room, named = share * gpu_memory, f"{setting}{share:g} of {size(gpu_memory)}"
-    if at_most is not None and at_most < room:
-        room, named = at_most, f"what the trainer leaves of {USABLE:g} of {size(gpu_memory)}"
-    return _generation(facts, room - workers * weight_bytes(facts.parameters), named)
+    memory, named = share * gpu_memory, f"{setting}{share:g} of {size(gpu_memory)}"
+    if at_most is not None and at_most < memory:
+        memory, named = at_most, f"what the trainer leaves of {USABLE:g} of {size(gpu_memory)}"
+    return _generation(facts, memory - workers * weight_bytes(facts.parameters), named)
 
 
 def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
@@ -247,14 +247,14 @@ def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
     if facts.shape is None:
         return Fit("workers fit", f"{size(rest)} for keys and values beside {beside}", True)
     tokens, sequence = tokens_beside(rest, facts.shape), max(1, sequence_tokens(facts))
-    room = f"{tokens:,} tokens of keys and values beside the weights, in {beside}"
+    capacity = f"{tokens:,} tokens of keys and values beside the weights, in {beside}"
     if tokens < sequence:
-        return Fit("workers fit", f"{room}: a sequence of {sequence:,} tokens does NOT fit", False)
-    return Fit("workers fit", f"{room}: {tokens // sequence:,} of {sequence:,} at a time", True)
+        return Fit("workers fit", f"{capacity}: a sequence of {sequence:,} tokens does NOT fit", False)
+    return Fit("workers fit", f"{capacity}: {tokens // sequence:,} of {sequence:,} at a time", True)
 
 
 def more_for_workers(facts: TrainerFacts, gpu_memory: int) -> str:
-    """What gives keys and values more room, in words; empty where nothing short of another model does."""
+    """What gives keys and values more memory, in words; empty where nothing short of another model does."""
     if facts.vllm_share is None or facts.vllm_share >= USABLE:
         return ""
     more = size(int((USABLE - facts.vllm_share) * gpu_memory))

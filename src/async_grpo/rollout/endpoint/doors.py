@@ -39,7 +39,7 @@ class Doors:
         loop = asyncio.get_running_loop()
         stranger = self._server()
         self._strangers[stranger] = loop.call_later(KEY_S, self._put_out, [stranger])
-        self._make_room_soon()
+        self._put_out_soon()
         return stranger
 
     def let_in(self, http: web.Request) -> None:
@@ -47,15 +47,15 @@ class Doors:
         if (timer := self._strangers.pop(http.protocol, None)) is not None:
             timer.cancel()
 
-    def _make_room_soon(self) -> None:
+    def _put_out_soon(self) -> None:
         if len(self._strangers) >= MOST_STRANGERS and not self._is_full:
             self._is_full = True
-            asyncio.get_running_loop().call_later(_CONNECTS_S, self._make_room, [*self._strangers])
+            asyncio.get_running_loop().call_later(_CONNECTS_S, self._put_out_and_look_again, [*self._strangers])
 
-    def _make_room(self, strangers: Sequence[web.RequestHandler]) -> None:
+    def _put_out_and_look_again(self, strangers: Sequence[web.RequestHandler]) -> None:
         self._is_full = False
         self._put_out(strangers)
-        self._make_room_soon()  # as many may have come meanwhile
+        self._put_out_soon()  # as many may have come meanwhile
 
     def _put_out(self, strangers: Sequence[web.RequestHandler]) -> None:
         """End those of other users."""

@@ -119,8 +119,8 @@ class Episode:
         before, turns = self.transcript.whole, self.transcript.turns
         read = self._read_of(request)
         prompt = before + read
-        room = self._room_behind(read)
-        most = min(room, request.max_tokens or room)
+        left = self._tokens_left(read)
+        most = min(left, request.max_tokens or left)
         turn = (await self._sample(prompt, turns))[:most]
         ids = turn.ids
         said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{turns}")
@@ -157,12 +157,12 @@ class Episode:
             raise _edited("its tools are others than in the request before, and they are part of the prompt")
         return as_template(request.messages)[seen:]
 
-    def _room_behind(self, read: Sequence[int]) -> int:
+    def _tokens_left(self, read: Sequence[int]) -> int:
         """Tokens that the model may still write."""
         so_far = self.transcript
-        room = so_far.room(self._limits, read) if so_far.turns else Transcript(read).room(self._limits)
-        if room > 0:
-            return room
+        left = so_far.tokens_left(self._limits, read) if so_far.turns else Transcript(read).tokens_left(self._limits)
+        if left > 0:
+            return left
         if so_far.turns:
             what = f"The completion has come to max_completion_length ({self._limits.completion} tokens), or to the "
         else:

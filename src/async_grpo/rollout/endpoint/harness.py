@@ -154,7 +154,7 @@ class Harness:
             ) from error
         if not episode.transcript.turns:
             raise UnsupportedError(_said_nothing(text)) from error
-        if text is not None and episode.is_full:  # how agents end where there is no room left
+        if text is not None and episode.is_full:  # how agents end where no tokens are left
             return _PlayedEpisode({})
         if text is not None:
             self._say(text, error)

@@ -85,7 +85,7 @@ class Dialogue:
         return noted
 
     def prompt_after(self, outcomes: Sequence[Outcome]) -> PreparedGroup | None:
-        """What the model is to continue now; None: there is no room, the completion stays as it is."""
+        """What the model is to continue now; None: no token is left, the completion stays as it is."""
         self._suffix = None
         self._answer_with(outcomes)
         self._trainer._generate_single_turn = leave

@@ -55,7 +55,7 @@ class Turns(Generation):
 
     @property
     def most_groups(self) -> int:
-        """No more than the engine has room for, less those whose environments are not free for another group yet."""
+        """No more than the capacity of the engine, less those whose environments are not free for another group yet."""
         unscored = self._copies.unscored
         return self._engine.most_groups - unscored if self.joins or not unscored else 0
 

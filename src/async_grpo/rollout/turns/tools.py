@@ -52,7 +52,7 @@ class Tools:
     ) -> None:
         self._code = code
         self._timeout_s = timeout_s
-        self._room = asyncio.Semaphore(at_once)
+        self._capacity = asyncio.Semaphore(at_once)
         self._users_loop = users_loop
         self._threads = KeptThreads()
         self._lines: dict[Any, WaitingLine] = {}  # by tool
@@ -104,7 +104,7 @@ class Tools:
     async def _in_thread(self, call: Call, owner: set[int]) -> Outcome:
         if not is_thread_safe(call.tool):
             return await self._in_line(call, owner)
-        async with self._room:
+        async with self._capacity:
             number, answer, work = self._as_work(call)
             try:
                 self._threads.run(work, name=f"tool {call.name}")
@@ -137,7 +137,7 @@ class Tools:
         loop = asyncio.get_running_loop()
         try:
             while len(line):
-                async with self._room:
+                async with self._capacity:
                     free = self._thread_free[line] = loop.create_future()
                     self._threads.run(partial(_make_calls, line, loop, free), name=f"tool {name}")
                     await free
@@ -168,7 +168,7 @@ class Tools:
 
     async def _on_users_loop(self, call: Call, owner: set[int]) -> Outcome:
         with contextlib.closing(_Awaited(call.coroutine, self._users_loop())) as awaited:
-            async with self._room:
+            async with self._capacity:
                 number = self._begun(call)
                 loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""The memory of this machine or container: whether workers have room, and whether one was killed for lack of it."""
+"""The memory of this machine or container: whether workers fit, and whether one was killed for lack of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 WORKER_BYTES = 400_000_000  # of its own, with torch, transformers and TRL imported and no model yet: measured, on a CPU
 
 
-def require_room(workers: int) -> None:
-    """`UsageError` where more workers are asked for than the free memory has room for."""
+def require_memory(workers: int) -> None:
+    """`UsageError` where more workers are asked for than fit into the free memory."""
     free = free_memory()
     most = max(1, free // WORKER_BYTES)
     if workers > most:

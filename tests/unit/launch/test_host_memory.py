@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.launch import room
-from async_grpo.launch.room import MemoryWatch
+from async_grpo.launch import host_memory
+from async_grpo.launch.host_memory import MemoryWatch
 
 
 @pytest.fixture(params=["2", "1"])
@@ -18,8 +18,8 @@ def counter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / group).parent.mkdir(parents=True)
     (tmp_path / group).write_text("oom_kill_disable 0\noom_kill 2\n")
     (tmp_path / "membership").write_text(f"9:pids:/\n{line}\n")
-    monkeypatch.setattr(room, "_MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(room, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     return tmp_path / group
 
 
@@ -38,5 +38,5 @@ def test_a_kernel_that_does_not_count(counter: Path, says: str) -> None:
     elif says == "something else":
         counter.write_text("under_oom 0\nx\n")
     else:
-        room._MEMBERSHIP.unlink()
+        host_memory._MEMBERSHIP.unlink()
     assert "no lack of memory" in MemoryWatch().verdict()
