@@ -204,7 +204,7 @@ class RolloutGroup:
         "uint8",
         "K",
         "the tokens that truncated sampling kept for each token, where the loss is computed over them: a zstandard "
-        "frame, see `tokens/kept.py`",
+        "frame, see `tokens/kept_tokens.py`",
         default=None,
     )
 

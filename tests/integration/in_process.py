@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
 from async_grpo.engines import Engine, PreparedGroup, SampledGroup
-from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.batch_engine import BatchEngine, Decoding
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engine_choice import transformers_engine

@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 from async_grpo.credit import PPOConfig, PPOTrainer
 from async_grpo.setup import pieces
 from async_grpo.tasks.gradients import OF_BATCHES, OF_ROWS, OF_TOKENS
-from async_grpo.training.corrections.kept import IDS, SIZES
+from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 from async_grpo.training.padding import METRIC, Unpadded, computes_pieces, dealt_by_length, exchanging
 
 pytestmark = pytest.mark.integration

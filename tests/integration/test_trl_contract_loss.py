@@ -168,7 +168,7 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
 
 
 def test_a_function_can_take_the_place_of_trls_log_probabilities(trainer: Any) -> None:
-    """For the tokens of completions that are not masked, row by row: `corrections.kept` counts on this order."""
+    """For the tokens of completions that are not masked, row by row: `kept_log_probs` counts on this order."""
     name = "trl.trainer.utils._ChunkedLogProbFunction"
     original, asked = trl_utils._ChunkedLogProbFunction, []
 

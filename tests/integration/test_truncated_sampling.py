@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.engines.batch import BatchEngine
+from async_grpo.engines.batch_engine import BatchEngine
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.tokens import Tokens
-from async_grpo.tokens.kept import unpack
-from async_grpo.training.corrections.kept import IDS, SIZES
+from async_grpo.tokens.kept_tokens import unpack
+from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 
 pytestmark = pytest.mark.integration
 

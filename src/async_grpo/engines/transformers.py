@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.batch_engine import BatchEngine, Decoding
 from async_grpo.engines.captured import DecodeSteps
 from async_grpo.engines.decoding import Draw, SamplingLoop
 from async_grpo.engines.policy import PolicyWeights

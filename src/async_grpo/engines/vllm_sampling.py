@@ -16,7 +16,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-    from async_grpo.tokens.kept import Kept
+    from async_grpo.tokens.kept_tokens import Kept
 
 RETURN_KEPT = "return_sampling_mask"  # an engine argument, and an attribute of vLLM's model configuration
 FULL_SOFTMAX = (

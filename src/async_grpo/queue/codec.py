@@ -26,7 +26,7 @@ from async_grpo.queue import typed
 from async_grpo.queue.schema import IMAGES, TABLE, TYPED, Dtype, Schema
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup, distinct
 from async_grpo.rundir.reading import bad, parse_deep_object
-from async_grpo.tokens.kept import unpack
+from async_grpo.tokens.kept_tokens import unpack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

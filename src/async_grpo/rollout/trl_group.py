@@ -17,7 +17,7 @@ from async_grpo.errors import BadGroupError, UnsupportedError
 from async_grpo.images import encoded, opened
 from async_grpo.records import OWN_SAMPLING, RolloutGroup, Timings
 from async_grpo.tokens import NO_VERSION, Tokens
-from async_grpo.tokens.kept import pack
+from async_grpo.tokens.kept_tokens import pack
 
 if TYPE_CHECKING:
     from async_grpo.engines import Fields

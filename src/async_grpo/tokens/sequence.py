@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from async_grpo.tokens.kept import Kept
+    from async_grpo.tokens.kept_tokens import Kept
 
 NO_VERSION = -1
 _LEFT_OUT: Any = None

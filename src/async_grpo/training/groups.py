@@ -13,7 +13,7 @@ from async_grpo.images import images_in, opened
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.replaced import users_class
-from async_grpo.training.corrections.kept import rows_of
+from async_grpo.training.corrections.kept_log_probs import rows_of
 from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers
 
 if TYPE_CHECKING:

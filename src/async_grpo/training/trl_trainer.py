@@ -31,7 +31,7 @@ from async_grpo.setup.trl_compat import AllStepsDone, train_the_rest
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, bytes_needed, find_best
 from async_grpo.training.corrections.fresh_batch import Bound
-from async_grpo.training.corrections.kept import rows_of
+from async_grpo.training.corrections.kept_log_probs import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
 from async_grpo.training.groups import require_columns, rollout_output, rows_for_trl

@@ -17,7 +17,7 @@ from async_grpo.errors import BadGroupError, GeneratorError
 from async_grpo.records import Timings
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores, to_record
 from async_grpo.tokens import Tokens
-from async_grpo.tokens.kept import unpack
+from async_grpo.tokens.kept_tokens import unpack
 from engines import group
 
 

@@ -16,8 +16,8 @@ from queue_samples import make_group, make_job, same_group
 
 from async_grpo.errors import BadFileError, BadGroupError
 from async_grpo.queue.codec import decode_group, encode_group
-from async_grpo.tokens import kept as kept_tokens
-from async_grpo.tokens.kept import Kept, pack, unpack
+from async_grpo.tokens import kept_tokens
+from async_grpo.tokens.kept_tokens import Kept, pack, unpack
 
 VOCABULARY = 152_064
 LARGEST = 2**31 - 1

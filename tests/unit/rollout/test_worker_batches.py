@@ -14,7 +14,7 @@ from torch import nn
 from worker_fakes import FakeEngine, Setting, job
 
 from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.batch_engine import BatchEngine, Decoding
 from async_grpo.engines.policy import Policy, PolicyWeights
 from async_grpo.errors import GeneratorError
 from async_grpo.queue import Claim

@@ -13,9 +13,9 @@ from transformers.training_args import OptimizerNames
 
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS
-from async_grpo.training.corrections.batch import Correction, check_shapes
 from async_grpo.training.corrections.checks import check, describe
-from async_grpo.training.corrections.report import Clip
+from async_grpo.training.corrections.corrected_batch import Correction, check_shapes
+from async_grpo.training.corrections.metrics import Clip
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.corrections.weights import limited, loss_mask, ratios
 

@@ -14,9 +14,9 @@ from unit_fakes import make_group, make_job
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.trl_compat import TorchLogProbs
-from async_grpo.tokens.kept import pack
-from async_grpo.training.corrections import kept
-from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Sets, columns, rows_of
+from async_grpo.tokens.kept_tokens import pack
+from async_grpo.training.corrections import kept_log_probs
+from async_grpo.training.corrections.kept_log_probs import IDS, SIZES, OverKeptTokens, Sets, columns, rows_of
 from async_grpo.training.corrections.trl_loss import CorrectedLoss
 
 VOCABULARY, HIDDEN = 23, 6
@@ -82,7 +82,7 @@ def scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: dict[str,
 def test_values_and_gradients_are_those_of_an_explicit_softmax(
     scale: dict[str, Any], with_bias: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "PIECE", piece)
+    monkeypatch.setattr(kept_log_probs, "PIECE", piece)
     hidden, weight, bias, sets = random_case(dtype=torch.float32)
     own = (sets.sizes > 0).nonzero()[:, 0]
     targets = torch.full((len(hidden),), 3)

@@ -17,7 +17,7 @@ import requests
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.engines.batch import BatchEngine, Decoding
+from async_grpo.engines.batch_engine import BatchEngine, Decoding
 from async_grpo.engines.vllm_options import adapter_of, sampling_options
 from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
 from async_grpo.log import logger

@@ -5,10 +5,10 @@ r = pi / pi_old, and w the ratio pi_old / mu of a token, a sequence or its mean 
 
     rule       the corrections, their thresholds and their sources; imports no torch. Start here
     weights    the formulas over tensors
-    batch      sets a correction on a generation batch, and on the inputs of the loss
+    corrected_batch  sets a correction on a generation batch, and on the inputs of the loss
     checks     what is refused for a trainer, and what its loss is, in words
     step_scaling  the learning rate, scaled by the effective sample size of the step
     tipping    one warning where the policy runs away from its rollouts
-    kept       log-probabilities over the tokens that truncated sampling kept
-    report     metrics of ratios, clipped and limited tokens, by length
+    kept_log_probs  log-probabilities over the tokens that truncated sampling kept
+    metrics    of ratios, clipped and limited tokens, by length
 """

@@ -25,7 +25,7 @@ from async_grpo.errors import RunRefused
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.log import logger
 from async_grpo.setup.generator_choice import ENGINES
-from async_grpo.training.corrections.kept import IDS, SIZES
+from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 from async_grpo.training.corrections.weights import loss_mask
 
 LEAST = 256  # tokens

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.training.corrections.report import Append
+from async_grpo.training.corrections.metrics import Append
 from async_grpo.training.corrections.weights import loss_mask
 
 UNITS = {"off": "sequences", "ess": "sequences", "ess-token": "tokens"}  # by `--step-scaling`: what has one ratio

@@ -21,10 +21,10 @@ from async_grpo.setup.overrides import overridden
 from async_grpo.setup.replaced import adapter, bare, classes_of_trl, patched_in, users_class
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
-from async_grpo.training.corrections.batch import Correction
+from async_grpo.training.corrections.corrected_batch import Correction
 from async_grpo.training.corrections.fresh_batch import Bound, Farthest, FreshBatch
-from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Row, Sets, columns
-from async_grpo.training.corrections.report import CLIPPING_LOSSES, Append, Clip
+from async_grpo.training.corrections.kept_log_probs import IDS, SIZES, OverKeptTokens, Row, Sets, columns
+from async_grpo.training.corrections.metrics import CLIPPING_LOSSES, Append, Clip
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.step_scaling import UNITS, StepScaling
 from async_grpo.training.padding import Unpadded

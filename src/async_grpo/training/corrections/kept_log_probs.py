@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.trl_compat import whole_head
-from async_grpo.tokens.kept import unpack
+from async_grpo.tokens.kept_tokens import unpack
 
 SIZES, IDS = "kept_sizes", "kept_ids"  # in a batch: int32, [B, C] and [B, E]; `KeptTokens`, one completion a row
 PIECE = 1 << 23  # numbers in a piece of the rows of the head, [entries, hidden size]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.training.corrections.fresh_batch import FreshBatch
-from async_grpo.training.corrections.report import Append, Clip, report_clipped, report_ratio, report_weights
+from async_grpo.training.corrections.metrics import Append, Clip, report_clipped, report_ratio, report_weights
 from async_grpo.training.corrections.rule import TOKEN, Rule
 from async_grpo.training.corrections.step_scaling import StepScaling
 from async_grpo.training.corrections.weights import limited, loss_mask, ratios
