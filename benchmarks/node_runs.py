@@ -24,9 +24,9 @@ from async_grpo.nodes.cluster import RayNode
 from async_grpo.nodes.seat import FarNodeSeat
 from async_grpo.nodes.sending import PublishedVersions
 from async_grpo.queue import ServerQueue, WorkerQueue
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.telemetry.activity import Activity
-from async_grpo.telemetry.nodes import NodeRecord
+from async_grpo.telemetry.nodes_file import NodeRecord
 
 FAR = ("--workers-per-node", "1", "--ray", "local", "--nodes")
 TWO_LOCAL = Side(name="2 local workers", workers=2, threads=1)

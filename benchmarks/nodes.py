@@ -52,10 +52,10 @@ from async_grpo.nodes.seat import FarNodeSeat
 from async_grpo.nodes.sending import PublishedVersions, WeightsPiece
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_job, encode_group
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.process import end_with_parent, path_to_us
 from async_grpo.telemetry.activity import Activity
-from async_grpo.telemetry.nodes import NodeRecord
+from async_grpo.telemetry.nodes_file import NodeRecord
 from async_grpo_ipc import WeightExporter
 
 RESULTS = Path(__file__).with_name("results") / "nodes.json"

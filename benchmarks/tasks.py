@@ -143,9 +143,9 @@ def peak_bytes(mtl: str) -> dict[str, int]:
     """The most that torch allocates at a time, and what a dry run says of the whole, without activations."""
     from torch.profiler import ProfilerActivity, profile
 
-    from async_grpo.checks.plan.facts import describe
     from async_grpo.checks.plan.memory import trainer_bytes
-    from async_grpo.rundir.plan import RunPlan
+    from async_grpo.checks.plan.trainer_facts import describe
+    from async_grpo.rundir.run_plan import RunPlan
 
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,

@@ -38,9 +38,9 @@ def measure(case: str) -> dict[str, int]:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from async_grpo.checks.plan.facts import describe
     from async_grpo.checks.plan.memory import activation_bytes, need_of
-    from async_grpo.rundir.plan import RunPlan
+    from async_grpo.checks.plan.trainer_facts import describe
+    from async_grpo.rundir.run_plan import RunPlan
     from async_grpo.setup.trl_compat import repair_trl
 
     repair_trl()

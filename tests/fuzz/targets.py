@@ -30,7 +30,7 @@ from async_grpo.queue.names import parse_name, parse_set_aside
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rundir.locks import _parse_owner, describe_holder
 from async_grpo.rundir.paths import RunDir, RunState
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import ActivityRecord, activity_file, read_activity

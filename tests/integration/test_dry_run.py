@@ -8,7 +8,7 @@ import pytest
 from in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
 from runs import ROOT, SETUP, command
 
-from async_grpo.checks.plan.facts import describe
+from async_grpo.checks.plan.trainer_facts import describe
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from plans import planned
 

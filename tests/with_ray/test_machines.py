@@ -25,7 +25,7 @@ from runs import SETUP, Command, command
 import patience
 from async_grpo.archive.audit import Audit, audit
 from async_grpo.queue.names import COMPLETE, parse_name
-from async_grpo.telemetry.nodes import read_nodes
+from async_grpo.telemetry.nodes_file import read_nodes
 from patience import until
 
 pytestmark = [

@@ -14,7 +14,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, flag_name, log_level, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
 from async_grpo.setup.generated.trl_command import setup_file_of_run

@@ -28,14 +28,14 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.place import FolderPlace
-from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.refusal import read_refusal
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import STOP_GRACE_S, log_level
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
 from async_grpo.setup.process import StopRequest, ignore_stacks_signal, path_to_us
-from async_grpo.telemetry.nodes import all_gone, read_nodes
+from async_grpo.telemetry.nodes_file import all_gone, read_nodes
 from async_grpo.telemetry.stalls import HangDetector
 
 NODES = "nodes"  # the process that claims for other machines, as a child

@@ -32,7 +32,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import LOADING, Activity
-from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, write_nodes
+from async_grpo.telemetry.nodes_file import NodeRecord, NodesRecord, read_nodes, write_nodes
 
 LOOK_S = 0.2
 RECORD_EVERY_S = 1.0

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from async_grpo.errors import UsageError
 from async_grpo.nodes.tree import packed
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.generated.sent_function import VARIABLE
 
 RAY = "2.60"  # the version that is pinned in pyproject.toml

@@ -28,10 +28,10 @@ from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.rundir.files import LineFile
-from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import LineReader
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.telemetry.activity import GENERATING, Activity
-from async_grpo.telemetry.nodes import NodeRecord
+from async_grpo.telemetry.nodes_file import NodeRecord
 from async_grpo.telemetry.waiting import wait_until
 
 SILENCE_S = 10.0  # without an answer a node is lost

@@ -20,8 +20,8 @@ from async_grpo.roles.parameter_server import ServerOptions, server_of
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
-from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import Way
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.needs import check_needs

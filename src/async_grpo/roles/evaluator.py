@@ -18,7 +18,7 @@ from async_grpo.log import logger
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.sampling import guidance_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from async_grpo.rundir.lifecycle import in_use
 from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.place import FolderPlace
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.library_warnings import show_library_warnings

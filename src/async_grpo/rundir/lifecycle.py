@@ -30,7 +30,7 @@ from async_grpo.rundir.paths import (
     RunState,
     activity_file,
 )
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 
 _BEFORE_A_RUN = re.compile(rf"{re.escape(SERVER_LOCK)}|\.run\.json\.[0-9a-f]{{32}}")  # what a killed `prepare` leaves
 

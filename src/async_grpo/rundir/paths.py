@@ -28,8 +28,8 @@ from typing import Any
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 
 SERVER = "server"  # the parameter server, as a process of the run

@@ -19,7 +19,7 @@ from async_grpo.status.diagnosis import DEAD
 from async_grpo.status.processes import ProcessView
 from async_grpo.status.snapshot import RunView
 from async_grpo.telemetry.activity import ENDING, TRAINING
-from async_grpo.telemetry.nodes import NodeRecord
+from async_grpo.telemetry.nodes_file import NodeRecord
 
 REASONS_SHOWN = 5
 _COLOURS = {TRAINING: "green", runs.FINISHED: "green", DEAD: "red", runs.FAILED: "red", runs.STOPPED: "yellow"}

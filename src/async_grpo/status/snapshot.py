@@ -19,7 +19,7 @@ from async_grpo.status import diagnosis
 from async_grpo.status.processes import Processes, ProcessView, look_at_processes
 from async_grpo.telemetry import run_log
 from async_grpo.telemetry.activity import ENDING, TRAINING, ActivityRecord
-from async_grpo.telemetry.nodes import NodeRecord, read_nodes
+from async_grpo.telemetry.nodes_file import NodeRecord, read_nodes
 from async_grpo.telemetry.run_log import Rates
 from async_grpo_ipc.errors import IPCError
 

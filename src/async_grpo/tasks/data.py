@@ -19,8 +19,8 @@ from datasets import Dataset, concatenate_datasets
 from datasets.fingerprint import generate_random_fingerprint
 
 from async_grpo.errors import UsageError
-from async_grpo.tasks.files import LARGEST, Files, cut, files_by_task
 from async_grpo.tasks.literals import literal_of
+from async_grpo.tasks.task_files import LARGEST, Files, cut, files_by_task
 from async_grpo.tasks.unpacked import require_small
 
 REQUIRED = ("data_source", "prompt", "reward_model")

@@ -7,7 +7,7 @@ import re
 import warnings
 from typing import Any
 
-from async_grpo.tasks.files import LARGEST
+from async_grpo.tasks.task_files import LARGEST
 
 _STRING = r"Q(?!QQ)[^\\Q\r\n]*+(?:\\.[^\\Q\r\n]*+)*+Q | QQQ[^\\Q]*+(?:(?:\\.|Q(?!QQ))[^\\Q]*+)*+QQQ"
 _STRINGS = " | ".join(_STRING.replace("Q", quote) for quote in ("'", '"'))

@@ -16,7 +16,7 @@ from transformers.integrations import TensorBoardCallback
 from async_grpo.log import logger
 from async_grpo.queue import ServerQueue
 from async_grpo.redaction import Redactor
-from async_grpo.telemetry.nodes import read_nodes
+from async_grpo.telemetry.nodes_file import read_nodes
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.telemetry.trainer_states import StateWriter
 from async_grpo.training.job_issuer import plain_fields

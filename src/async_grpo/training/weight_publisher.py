@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
     from async_grpo.rundir.paths import RunDir, RunState
-    from async_grpo.rundir.plan import RunPlan
+    from async_grpo.rundir.run_plan import RunPlan
 
 Gather = Callable[[Mapping[str, torch.Tensor]], None]
 SAY_AFTER_S = 10.0  # warn when workers see no new version for this long, and again as often

@@ -22,7 +22,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import CPU
 from async_grpo.setup.generated import GENERATED
 from async_grpo.tasks import load
-from async_grpo.tasks.files import cut, files_by_task
+from async_grpo.tasks.task_files import cut, files_by_task
 from async_grpo.verl_keys.keys import ACTOR, KEYS, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.steps import Steps, total_steps
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from async_grpo.checks.plan.facts import parameters_of, shape_of
 from async_grpo.checks.plan.memory import kv_bytes_a_token, pass_bytes, trained_bytes
+from async_grpo.checks.plan.trainer_facts import parameters_of, shape_of
 from async_grpo.errors import UsageError
 from async_grpo.formatting import one_line
 from async_grpo_experiments.reward_models import prompt_ids

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
+from async_grpo.checks.plan.trainer_facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.deltas.chain import FULL_EVERY
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.serving.vllm_server import is_free
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, visible_gpus

@@ -29,7 +29,7 @@ BEGINS = """
 import sys, time
 from pathlib import Path
 from async_grpo.rundir.lifecycle import prepare
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 run_dir = Path(next(text for text in sys.argv if text.startswith("--run-dir=")).partition("=")[2])
 state = prepare(run_dir, RunPlan(config=Path(sys.argv[2])))
 """

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from async_grpo.checks.differential import called, plain, scored, trained
-from async_grpo.checks.differential.building import CheckOptions, Facts, user_trainer
 from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
+from async_grpo.checks.differential.checked_trainer import CheckOptions, Facts, user_trainer
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Note, Notes, noted, notes_of
 from async_grpo.checks.differential.recorder import recorded_class

@@ -20,10 +20,10 @@ from packaging.requirements import Requirement
 from test_plan import batch, facts
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import checkup, finding, gpu, machine, setup
+from async_grpo.checks.doctor import checkup, finding, gpu, machine, setup_check
 from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, warning
 from async_grpo.checks.doctor.gpu import DriverReport
-from async_grpo.checks.plan.facts import Look, Question
+from async_grpo.checks.plan.trainer_facts import Look, Question
 from async_grpo.cli import main
 from async_grpo.launch import host_memory
 from async_grpo.rewards.sandbox import SWITCH
@@ -381,7 +381,7 @@ FP32 = replace(facts().parameters, dtypes={"float32": 4_000_000})
 
 
 def judged(look: Look, gpus: int = 0, memory: int = 20 * GB) -> list[Finding]:
-    return list(setup.judge(look, gpus, memory))
+    return list(setup_check.judge(look, gpus, memory))
 
 
 def test_a_trainer_with_nothing_to_complain_of() -> None:
@@ -434,14 +434,14 @@ def test_trls_own_refusal_of_a_batch_is_understood(tmp_path: Path) -> None:
         "    return GRPOConfig(output_dir='x', use_cpu=True, bf16=False, per_device_train_batch_size=4,\n"
         "                      gradient_accumulation_steps=2, num_generations=3)\n"
     )
-    [finding] = setup.setup_file(Asked(tmp_path, config=config))
+    [finding] = setup_check.setup_file(Asked(tmp_path, config=config))
     assert finding.subject == "batch"
     assert "8 completions (per_device_train_batch_size=4 * steps_per_generation=2)" in finding.found
     assert "num_generations=2; num_generations=4; per_device_train_batch_size=6" in finding.fix
 
 
 def test_a_file_that_is_no_setup_file(tmp_path: Path) -> None:
-    [finding] = setup.setup_file(Asked(tmp_path, config=tmp_path / "missing.py"))
+    [finding] = setup_check.setup_file(Asked(tmp_path, config=tmp_path / "missing.py"))
     assert finding.level is Level.ERROR and "not found" in finding.found
 
 
@@ -461,9 +461,9 @@ def test_the_doctor_counts_the_memory_of_the_run_that_this_machine_would_start(
 
     config = tmp_path / "setup.py"
     config.write_text("def get_trainer(): ...\n")
-    monkeypatch.setattr(setup, "look_at_trainer", look)
-    monkeypatch.setattr(setup, "driver", lambda: replace(DRIVER, compute_modes=(0,) * gpus))
-    list(setup.setup_file(Asked(tmp_path, config=config)))
+    monkeypatch.setattr(setup_check, "look_at_trainer", look)
+    monkeypatch.setattr(setup_check, "driver", lambda: replace(DRIVER, compute_modes=(0,) * gpus))
+    list(setup_check.setup_file(Asked(tmp_path, config=config)))
     assert asked == [sharing]
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from async_grpo.checks import probe
 from async_grpo.checks.plan import dry_run
-from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import published_bytes, server_bytes, trainer_bytes, trainer_parts
+from async_grpo.checks.plan.trainer_facts import Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.formatting import size
 from async_grpo.rundir.folders import check_place, nearest_existing
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set

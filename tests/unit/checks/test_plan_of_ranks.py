@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from async_grpo.archive import output_dir
-from async_grpo.checks.plan import facts
-from async_grpo.checks.plan.facts import Question
+from async_grpo.checks.plan import trainer_facts
+from async_grpo.checks.plan.trainer_facts import Question
 from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.paths import STOPPED, RunDir, RunState
 from async_grpo.setup.accelerate_config import AccelerateConfig
@@ -63,10 +63,10 @@ def test_a_resume_of_another_kind_of_sharding_is_refused(
     monkeypatch.setattr(checkpoints, "refuse_another_model", lambda *given: None)
     question = Question(plan=planned(tmp_path / "c.py", resume=True), run_dir=tmp_path / "run")
     if sentence is None:
-        assert facts._checkpoints(trainer(), question, ranks(now))["resumes_from"] == str(checkpoint)
+        assert trainer_facts._checkpoints(trainer(), question, ranks(now))["resumes_from"] == str(checkpoint)
         return
     with pytest.raises(UnsupportedError, match=sentence):
-        facts._checkpoints(trainer(), question, ranks(now))
+        trainer_facts._checkpoints(trainer(), question, ranks(now))
 
 
 @pytest.mark.parametrize(("name", "over"), [("ddp", 1), ("fsdp2", 2), ("zero3", 2)])
@@ -79,5 +79,5 @@ def test_fsdp_of_version_1_is_refused_where_nothing_else_says_2(tmp_path: Path) 
     (tmp_path / "fsdp1.yaml").write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
     first = AccelerateConfig.read(tmp_path / "fsdp1.yaml")
     with pytest.raises(UnsupportedError, match="FSDP of version 1 cannot run distributed"):
-        facts._refuse_first_fsdp(first, trainer())
-    facts._refuse_first_fsdp(ranks("fsdp2"), trainer())
+        trainer_facts._refuse_first_fsdp(first, trainer())
+    trainer_facts._refuse_first_fsdp(ranks("fsdp2"), trainer())

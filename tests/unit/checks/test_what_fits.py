@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from test_plan import batch, facts
 
-from async_grpo.checks.doctor import setup
+from async_grpo.checks.doctor import setup_check
 from async_grpo.checks.doctor.finding import Level
 from async_grpo.checks.plan import dry_run
-from async_grpo.checks.plan.facts import Look, Parameters, Shape, TrainerFacts
 from async_grpo.checks.plan.memory import _with_lora as with_lora
 from async_grpo.checks.plan.memory import (
     activation_bytes,
@@ -30,6 +29,7 @@ from async_grpo.checks.plan.memory import (
     weight_bytes,
     worker_fit,
 )
+from async_grpo.checks.plan.trainer_facts import Look, Parameters, Shape, TrainerFacts
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
 from plans import planned
 
@@ -107,7 +107,7 @@ def policy_and_critic_of_7b() -> tuple[Parameters, Shape | None, int]:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from async_grpo.checks.plan.facts import parameters_of, shape_of
+    from async_grpo.checks.plan.trainer_facts import parameters_of, shape_of
     from async_grpo.credit import critic
 
     sizes = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
@@ -235,7 +235,7 @@ def test_the_trainer_of_7b_does_not_fit_and_the_doctor_warns_with_what_helps_mos
     assert not trainer_fit(of, 40 * GB).fits
     change = best_change(of)
     assert change is not None and change.text.startswith("LoRA") and change.saved > 70 * GB
-    found = [line for line in setup.judge(Look(facts=of), 0, 10**12, 40 * GB) if line.subject.endswith("fits")]
+    found = [line for line in setup_check.judge(Look(facts=of), 0, 10**12, 40 * GB) if line.subject.endswith("fits")]
     assert [line.level for line in found] == [Level.WARNING] and "LoRA" in found[0].fix
 
 

@@ -14,7 +14,7 @@ from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import train as train_command
 from async_grpo.cli.compute import worker as worker_command
 from async_grpo.errors import UsageError
-from async_grpo.launch.devices import plan_devices
+from async_grpo.launch.placement import plan_devices
 from async_grpo.roles import parameter_server, rollout_worker
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process

@@ -15,7 +15,7 @@ from async_grpo.evals.report import evaluated
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import devices
 from plans import planned
 

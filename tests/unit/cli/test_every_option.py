@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checks.plan.facts import Question
+from async_grpo.checks.plan.trainer_facts import Question
 from async_grpo.cli import main
 from async_grpo.cli.compute import train as train_command
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import process
 from async_grpo.setup.devices import CPU
 

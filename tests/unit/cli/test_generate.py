@@ -11,8 +11,8 @@ from async_grpo.cli import main
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import RunPlan, SampledRows
 from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.run_plan import RunPlan, SampledRows
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup import devices
 from plans import planned

@@ -19,7 +19,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import devices
 from plans import planned
 

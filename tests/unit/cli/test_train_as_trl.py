@@ -16,7 +16,7 @@ from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import STOPPED, RunDir
-from async_grpo.rundir.plan import RunPlan, TRLCall
+from async_grpo.rundir.run_plan import RunPlan, TRLCall
 from async_grpo.rundir.summary import next_command
 from async_grpo.setup.generated.trl_command import called_here, setup_file_of_run
 

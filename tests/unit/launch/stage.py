@@ -10,8 +10,8 @@ from textwrap import dedent, indent
 from typing import Any
 
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import LineReader
+from async_grpo.rundir.run_plan import RunPlan
 from plans import planned
 
 REAL_PYTHON = sys.executable

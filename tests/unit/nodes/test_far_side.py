@@ -31,7 +31,7 @@ from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.rundir import folders
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunState
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, Activity

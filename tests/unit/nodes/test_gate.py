@@ -20,9 +20,9 @@ from async_grpo.nodes.gate import _Gate
 from async_grpo.nodes.seat import NodeRefused
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
-from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, all_gone, read_nodes, write_nodes
+from async_grpo.telemetry.nodes_file import NodeRecord, NodesRecord, all_gone, read_nodes, write_nodes
 from patience import until
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}

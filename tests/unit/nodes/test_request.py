@@ -16,7 +16,7 @@ from async_grpo.errors import UsageError
 from async_grpo.nodes import cluster, request, tree
 from async_grpo.nodes.request import check_request, require_ray
 from async_grpo.nodes.tree import packed, unpack
-from async_grpo.rundir.plan import RunPlan, TRLCall
+from async_grpo.rundir.run_plan import RunPlan, TRLCall
 from async_grpo.settings import LaunchSettings, WorkerSettings
 
 

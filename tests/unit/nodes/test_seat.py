@@ -24,10 +24,10 @@ from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_job
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import Activity
-from async_grpo.telemetry.nodes import NodeRecord
+from async_grpo.telemetry.nodes_file import NodeRecord
 from patience import until
 
 

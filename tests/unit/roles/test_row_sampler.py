@@ -24,7 +24,7 @@ from async_grpo.roles import row_sampler
 from async_grpo.roles.answering import AnswerServer
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import SampledRows
+from async_grpo.rundir.run_plan import SampledRows
 from async_grpo.training import prompts
 from plans import planned
 

@@ -13,8 +13,8 @@ import pytest
 
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
-from async_grpo.launch.devices import choose_weights
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.launch.placement import choose_weights
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import devices
 
 HERE = Path(__file__).parent

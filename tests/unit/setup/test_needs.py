@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checks.plan import facts
+from async_grpo.checks.plan import trainer_facts
 from async_grpo.rewards import gsm8k, mbpp
 from async_grpo.rewards.sandbox import SWITCH, SandboxError
 from async_grpo.settings import TrainingSettings
@@ -37,7 +37,7 @@ def test_the_plan_of_plain_trl_and_of_a_distributed_run_and_its_start_refuse_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(SandboxError, match=NOT_ALLOWED):
-        facts._check_alone(TRAINER, SimpleNamespace(eval_every=0, serves=False))  # type: ignore[arg-type]
+        trainer_facts._check_alone(TRAINER, SimpleNamespace(eval_every=0, serves=False))  # type: ignore[arg-type]
     for name in ("refuse_publish_dtype", "sharding_of", "check_agent"):
         monkeypatch.setattr(before_start, name, lambda *_, **__: None)
     monkeypatch.setattr(before_start, "groups_per_round", lambda trainer: 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts
+from async_grpo.checks.plan.trainer_facts import Look, Parameters, Question, TrainerFacts
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, WorkerSettings

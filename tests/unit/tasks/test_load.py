@@ -17,7 +17,7 @@ from parquet_files import RULE, parquet, row
 
 from async_grpo.errors import UsageError
 from async_grpo.tasks import data, load, unpacked
-from async_grpo.tasks.files import LARGEST
+from async_grpo.tasks.task_files import LARGEST
 
 COLUMNS = ["prompt", "task", "data_source", "ability", "ground_truth", "extra_info"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import UsageError
-from async_grpo.tasks.files import LARGEST, files_by_task
+from async_grpo.tasks.task_files import LARGEST, files_by_task
 
 MATH, LOGIC = Path("/d/math__combined_54.4k.parquet"), Path("/d/logic.parquet")
 BOTH = {"math": [MATH], "logic": [LOGIC]}

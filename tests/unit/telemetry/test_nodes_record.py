@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.status.render import _node
-from async_grpo.telemetry.nodes import NodeRecord, NodesRecord, read_nodes, write_nodes
+from async_grpo.telemetry.nodes_file import NodeRecord, NodesRecord, read_nodes, write_nodes
 
 NODES = NodesRecord(
     nodes=(

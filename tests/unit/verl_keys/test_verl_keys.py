@@ -19,7 +19,7 @@ from async_grpo.cli.compute.train import build_parser
 from async_grpo.credit import PPOConfig
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.setup.accelerate_config import AccelerateConfig
-from async_grpo.tasks.files import files_by_task
+from async_grpo.tasks.task_files import files_by_task
 from async_grpo.verl_keys import Keys, VerlRun, planned
 from async_grpo.verl_keys.keys import ACTOR, KEYS, LOSSES, ONLY, ROLLOUT, WITHOUT_EFFECT, typed
 from async_grpo.verl_keys.run import trackers

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_grpo.checks import probe
 from async_grpo.checks.differential import called, scored
-from async_grpo.checks.differential.building import FACTS, OUTPUT, RUN, STEPS, CheckOptions, Facts, setup_file
+from async_grpo.checks.differential.checked_trainer import FACTS, OUTPUT, RUN, STEPS, CheckOptions, Facts, setup_file
 from async_grpo.checks.differential.lines import Line
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
 from async_grpo.errors import UnsupportedError, UsageError

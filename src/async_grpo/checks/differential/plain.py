@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.checks import probe
-from async_grpo.checks.differential.building import OUTPUT, RUN, STEPS, CheckOptions, user_trainer
+from async_grpo.checks.differential.checked_trainer import OUTPUT, RUN, STEPS, CheckOptions, user_trainer
 from async_grpo.checks.differential.notes import PLAIN, WORKER, Note, Notes, noted, notes_of, shown
 from async_grpo.errors import UnsupportedError
 

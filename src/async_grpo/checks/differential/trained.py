@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.checks.differential.building import Facts
 from async_grpo.checks.differential.called import told_apart
+from async_grpo.checks.differential.checked_trainer import Facts
 from async_grpo.checks.differential.lines import Line, Status, differs, documented, equal, unknown
 from async_grpo.checks.differential.notes import PLAIN, SERVER, Note, batches_of
 

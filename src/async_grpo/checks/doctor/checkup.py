@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from async_grpo.checks.doctor import gpu, machine, setup
+from async_grpo.checks.doctor import gpu, machine, setup_check
 from async_grpo.checks.doctor.finding import Asked, Check, Finding
 
 CHECKS: list[Check] = [
@@ -16,7 +16,7 @@ CHECKS: list[Check] = [
     machine.place,
     gpu.torch_and_weights,
     machine.cluster,
-    setup.setup_file,
+    setup_check.setup_file,
 ]
 
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.checks.plan import memory
-from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
+from async_grpo.checks.plan.trainer_facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.formatting import counted, size
 from async_grpo.launch.host_memory import crowding, require_memory
 from async_grpo.launch.launcher import threads as threads_of
 from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import ENGINES

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from async_grpo.checks.plan.facts import Parameters, Shape, TrainerFacts
+from async_grpo.checks.plan.trainer_facts import Parameters, Shape, TrainerFacts
 from async_grpo.formatting import counted, size
 
 USABLE = 0.85  # of a GPU; the rest is for CUDA, kernels and fragments

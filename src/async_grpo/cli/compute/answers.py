@@ -12,10 +12,10 @@ from async_grpo.cli import options
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
-from async_grpo.launch.devices import choose_weights, plan_devices
+from async_grpo.launch.placement import choose_weights, plan_devices
 from async_grpo.rundir.paths import RunDir, RunState
-from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.run_options import recall
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import TrainingSettings, as_sets
 from async_grpo.setup.generated.trl_command import setup_file
 

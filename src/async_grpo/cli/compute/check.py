@@ -38,8 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.checks.differential.building import CheckOptions
     from async_grpo.checks.differential.check import check
+    from async_grpo.checks.differential.checked_trainer import CheckOptions
     from async_grpo.checks.differential.lines import Status, printed, verdict
     from async_grpo.rundir.files import write_json
 

@@ -12,7 +12,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from async_grpo.rundir.plan import SampledRows
+from async_grpo.rundir.run_plan import SampledRows
 from async_grpo.settings import LaunchSettings, TrainingSettings, positive
 
 EXAMPLES = """\

@@ -11,7 +11,7 @@ from async_grpo.cli.compute.trl import use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.rundir import summary
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import TrainingSettings, log_level
 from async_grpo.setup.devices import check_weights, choose_device
 

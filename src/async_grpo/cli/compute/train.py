@@ -16,7 +16,7 @@ from async_grpo.cli.compute.modes import refuse_in_one_process, refuse_without_e
 from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
-from async_grpo.launch.devices import choose_weights, plan_devices
+from async_grpo.launch.placement import choose_weights, plan_devices
 from async_grpo.rundir.lifecycle import preview
 from async_grpo.settings import LaunchSettings, TrainingSettings, log_level
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
@@ -110,7 +110,7 @@ def _single(args: argparse.Namespace) -> int:
     serves = _has_its_own_server(args, run_dir, device)
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_single
-        from async_grpo.checks.plan.facts import Question
+        from async_grpo.checks.plan.trainer_facts import Question
 
         plan = options.planned(args, master_device=device)
         question = Question(plan=plan, distributed=False, eval_every=eval_every, serves=serves)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from async_grpo.errors import AsyncGRPOError, SetupFileError, UsageError
 from async_grpo.redaction import Redactor
 from async_grpo.rundir.paths import RunState
-from async_grpo.rundir.plan import TRLCall
+from async_grpo.rundir.run_plan import TRLCall
 from async_grpo.settings import DECLARED
 from async_grpo.setup.generated import write_setup_file
 from async_grpo.setup.grpo_config.values import looks_secret

@@ -59,7 +59,7 @@ def setup_file(options: CheckOptions) -> Path:
     """Write the generated file."""
     path = Path(options.scratch) / "setup_of_check.py"
     path.write_text(
-        f"{GENERATED}from async_grpo.checks.differential.building import CheckOptions, run_trainer\n\n\n"
+        f"{GENERATED}from async_grpo.checks.differential.checked_trainer import CheckOptions, run_trainer\n\n\n"
         f"def get_trainer():\n    return run_trainer(CheckOptions(**{asdict(options)!r}))\n"
     )
     return path

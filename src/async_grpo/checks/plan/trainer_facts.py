@@ -1,6 +1,6 @@
 """Facts of a setup file's trainer that are known without training it.
 
-`python -m async_grpo.checks.plan.facts` builds the trainer, because only `get_trainer()` knows what it returns, and
+`python -m async_grpo.checks.plan.trainer_facts` builds the trainer, as only `get_trainer()` knows what it returns, and
 answers them: a process of its own, so that a crash or a hang there is a sentence here, which needs no torch.
 """
 
@@ -21,7 +21,7 @@ from async_grpo.records import distinct
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, FSDP, AccelerateConfig
 from async_grpo.setup.algorithm import gradients_besides, trained_besides
@@ -172,7 +172,7 @@ class Question:
 def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> Look:
     """Build the trainer in a child process and describe it."""
     env = _environment(question.plan.master_device)
-    module = "async_grpo.checks.plan.facts"
+    module = "async_grpo.checks.plan.trainer_facts"
     try:
         found = probe.ask(module, as_json(question), timeout_s=timeout_s, env=env)
     except probe.ChildFailed as failure:

@@ -8,11 +8,11 @@ import psutil
 
 from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
 from async_grpo.checks.doctor.gpu import driver
-from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import best_change, more_for_workers, server_bytes, trainer_fit, worker_fit
+from async_grpo.checks.plan.trainer_facts import Look, Question, TrainerFacts, look_at_trainer
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import counted, size
-from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.grpo_config.batch import Batch, misfit, possible_generations, what_to_set
