@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from async_grpo.errors import UsageError
-from async_grpo_experiments.progress import told
+from async_grpo_experiments.loop_progress import told
 
 Reward: TypeAlias = Callable[..., list[float]]
 

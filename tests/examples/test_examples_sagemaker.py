@@ -22,7 +22,7 @@ import pytest
 
 from async_grpo.evals.early_stopping import Best
 from async_grpo.evals.estimators import Estimate
-from async_grpo.evals.report import Evaluated
+from async_grpo.evals.eval_ledger import Evaluated
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sagemaker"
 TINY = EXAMPLE.parent / "triviaqa_search"

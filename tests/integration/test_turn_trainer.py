@@ -33,7 +33,7 @@ from async_grpo.roles import replay
 from async_grpo.settings import NO_PADDING
 from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.rule import rule
-from async_grpo.training.groups import require_columns
+from async_grpo.training.groups_for_trl import require_columns
 from async_grpo.training.trl_trainer import uniform_rewards
 
 pytestmark = pytest.mark.integration

@@ -32,7 +32,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
-from async_grpo.training.groups import refuser_of
+from async_grpo.training.groups_for_trl import refuser_of
 from changed_groups import changed
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ from tiny_gsm8k_model import gsm8k_folder, make_tiny_qwen3
 
 from async_grpo import rewards
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.evals.report import Judge, evaluated
+from async_grpo.evals.eval_ledger import Judge, evaluated
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from async_grpo.archive import rollout_state
 from async_grpo.archive.history import read_record
 from async_grpo.deltas import chain
 from async_grpo.errors import AsyncGRPOError, BadFileError, DeltaChainError, RunDirError
-from async_grpo.evals import report
+from async_grpo.evals import eval_ledger
 from async_grpo.queue.codec import decode_group, decode_job
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.rundir import summary
@@ -75,7 +75,7 @@ OF_LINES: dict[str, Reader] = {
     "the end of a file": Reader("any.log", lambda path: read_end(path, 10)),
     "lines that are added": Reader("any.jsonl", lambda path: LineFile(path).append("x")),
     "the ledger of slots": Reader("tasks.jsonl", ledger.read),
-    "evaluations": Reader("evaluations.jsonl", report.read),
+    "evaluations": Reader("evaluations.jsonl", eval_ledger.read),
     "metrics": Reader("metrics.jsonl", entries.read),
 }
 """A line that is none of theirs is left out."""

@@ -17,7 +17,7 @@ pytest.importorskip("trackio", reason="trackio is not installed here: see above"
 
 from runs import finish
 
-from async_grpo.evals.report import read
+from async_grpo.evals.eval_ledger import read
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")  # of LevelDB's log, which W&B writes: checksum, length, kind
 WHOLE, FIRST, LAST = 1, 2, 4

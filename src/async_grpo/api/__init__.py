@@ -2,13 +2,13 @@
 
 A run is a child process, `async-grpo train`, so nothing is loaded here that trains. `trainer` is what a user calls,
 `functions` finds the file that children can load `get_trainer` from, `options` turns keywords into the command's flags,
-`child` starts and watches the process, `handle` is a run that goes on, `notebook` its panel there, `result` reads one
+`child` starts and watches the process, `run_handle` is a run under way, `notebook` its panel there, `result` reads one
 that has ended.
 What a run does belongs into the rooms below.
 """
 
-from async_grpo.api.handle import Handle
 from async_grpo.api.result import Result
+from async_grpo.api.run_handle import Handle
 from async_grpo.api.trainer import AsyncGRPO
 
 __all__ = ["AsyncGRPO", "Handle", "Result"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.archive.output_dir import newest_checkpoint
-from async_grpo.evals import report
+from async_grpo.evals import eval_ledger
 from async_grpo.rundir import summary
 from async_grpo.rundir.paths import RunDir
 from async_grpo.telemetry import entries
@@ -33,7 +33,7 @@ class Result:
     @property
     def evaluations(self) -> Any:
         """`evaluations.jsonl`: a row an evaluation, with `NAME`, `NAME_low` and `NAME_high` of each figure."""
-        return table([_evaluation(one) for one in report.read(self._run.evaluations)])
+        return table([_evaluation(one) for one in eval_ledger.read(self._run.evaluations)])
 
     def rollouts(self, *, step: int | None = None, limit: int | None = None) -> Any:
         """A row a completion, the newest first: prompt, text, rewards; of one optimizer step if asked."""
@@ -69,7 +69,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
     return pandas.DataFrame(rows)
 
 
-def _evaluation(one: report.Evaluated) -> dict[str, Any]:
+def _evaluation(one: eval_ledger.Evaluated) -> dict[str, Any]:
     row: dict[str, Any] = {"step": one.step, "seconds": one.seconds, "replicates": one.replicates}
     for name, figure in one.figures.items():
         row |= {name: figure.value, f"{name}_low": figure.low, f"{name}_high": figure.high}

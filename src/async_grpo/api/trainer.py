@@ -10,10 +10,10 @@ from typing import Any, Unpack
 
 from async_grpo.api.child import START_TIMEOUT_S, CommandChild, Found
 from async_grpo.api.functions import setup_of
-from async_grpo.api.handle import POLL_S, Handle
 from async_grpo.api.notebook import Panel, in_notebook
 from async_grpo.api.options import Options, as_flags
 from async_grpo.api.result import Result
+from async_grpo.api.run_handle import POLL_S, Handle
 from async_grpo.errors import UsageError, WaitTimeoutError
 from async_grpo.rundir.folders import require_text
 from async_grpo.rundir.lifecycle import preview

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.evals.asking import Asking
 from async_grpo.evals.estimators import Answers
-from async_grpo.evals.report import Evaluated, Judge, evaluated
+from async_grpo.evals.eval_ledger import Evaluated, Judge, evaluated
 from async_grpo.formatting import counted
 from async_grpo.log import logger
 from async_grpo.queue import ServerQueue

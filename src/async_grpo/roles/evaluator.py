@@ -11,8 +11,8 @@ from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
+from async_grpo.evals.eval_ledger import EvaluationLedger, Judge, compare, sampling_in_words
 from async_grpo.evals.evaluation import Evaluation, warn_of_duplicates
-from async_grpo.evals.report import EvaluationLedger, Judge, compare, sampling_in_words
 from async_grpo.formatting import counted
 from async_grpo.log import logger
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers

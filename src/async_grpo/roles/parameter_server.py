@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError, reason_of
-from async_grpo.evals.report import before_and_after
+from async_grpo.evals.eval_ledger import before_and_after
 from async_grpo.log import logger
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary

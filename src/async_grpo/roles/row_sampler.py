@@ -28,7 +28,7 @@ from async_grpo.records import Job, RolloutGroup, seed_from
 from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
 from async_grpo.roles.parameter_server import ServerOptions
 from async_grpo.rundir.files import space_for
-from async_grpo.training.groups import rollout_output
+from async_grpo.training.groups_for_trl import rollout_output
 from async_grpo.training.job_issuer import task_of
 
 if TYPE_CHECKING:

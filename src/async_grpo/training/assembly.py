@@ -27,7 +27,7 @@ from async_grpo.training.corrections.fresh_batch import bound_of
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.tipping import TippingCallback, what_helps
 from async_grpo.training.distributed import Leader, Ranks
-from async_grpo.training.groups import refuser_of
+from async_grpo.training.groups_for_trl import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, plain_fields
 from async_grpo.training.prompts import prompt_rows

@@ -34,7 +34,7 @@ from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.kept_log_probs import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
-from async_grpo.training.groups import require_columns, rollout_output, rows_for_trl
+from async_grpo.training.groups_for_trl import require_columns, rollout_output, rows_for_trl
 from async_grpo.training.one_dataloader import OneDataLoader
 from async_grpo.training.resumed_settings import InForce, say_if_schedule_begins_again
 from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, longer_half

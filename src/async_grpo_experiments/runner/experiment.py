@@ -25,7 +25,7 @@ from async_grpo_experiments.runner.peaks import MemoryPeaks, StageForecast
 from async_grpo_experiments.runner.results import write_results
 from async_grpo_experiments.runner.run import GRACE_S, MEMORY, NAME, CommandOf, ExperimentLog, ExperimentRun
 from async_grpo_experiments.runner.states import look, move_aside, refuse_changes
-from async_grpo_experiments.slots import gpu_driver
+from async_grpo_experiments.slots import gpu_usage
 from async_grpo_experiments.slots.foreground import conclude, held_alone
 from async_grpo_experiments.slots.ledger import LEDGER, Ledger, end_leftovers, read
 from async_grpo_experiments.slots.places import Place, core_pairs, core_places, gpu_places
@@ -153,7 +153,7 @@ def _estimate(
         say(f"memory is unknown before a stage of each kind has run alone: {error}")
         return
     memory.estimates = {kind: answers[kind].needed for kind in new}
-    found = [taken.total for place in places if (taken := gpu_driver.memory(place.gpus)) is not None]
+    found = [taken.total for place in places if (taken := gpu_usage.memory(place.gpus)) is not None]
     for kind, stage in new.items():
         if found and memory.estimates[kind] > max(found):
             raise UsageError(
@@ -194,7 +194,7 @@ def _usable(place: Place) -> int | None:
     """Memory of a GPU that stages may share: what a plan counts on, less what others hold now. None: unknown."""
     from async_grpo.checks.plan.memory import USABLE
 
-    found = gpu_driver.memory(place.gpus)
+    found = gpu_usage.memory(place.gpus)
     return None if found is None else max(0, int(USABLE * found.total) - found.used)
 
 

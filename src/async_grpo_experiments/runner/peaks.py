@@ -18,7 +18,7 @@ from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo_experiments.runner.config import DEFAULT_BATCH, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, kind_of
-from async_grpo_experiments.slots import gpu_driver
+from async_grpo_experiments.slots import gpu_usage
 from async_grpo_experiments.slots.places import Place
 
 MARGIN = 1.1  # of a measured peak
@@ -150,7 +150,7 @@ def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:
     elif config.generation.batch_size > 1:
         found.append(f"generation.batch_size={config.generation.batch_size // 2}")
     *others, last = found or ["a smaller model"]
-    taken = gpu_driver.memory(place.gpus)
+    taken = gpu_usage.memory(place.gpus)
     where = f"GPU {','.join(place.gpus)}" if place.gpus else place.name
     where += "" if taken is None else f" ({taken.total / 1e9:.0f} GB)"
     return f"{where}: set {' or '.join(filter(None, [', '.join(others), last]))}"
@@ -168,7 +168,7 @@ class StageUse:
 
     percents: list[float] = field(default_factory=list)
     peak_bytes: int = 0
-    most: dict[str, gpu_driver.GpuMemory] = field(default_factory=dict)
+    most: dict[str, gpu_usage.GpuMemory] = field(default_factory=dict)
 
     def in_words(self) -> str:
         return f"{fmean(self.percents):.0f}%" if self.percents else "unknown"
@@ -201,9 +201,9 @@ class GpuUse:
         self._next = self._now() + SAMPLE_S
         for stage, place in running.items():
             use, gpus = self._uses.setdefault(stage, StageUse()), self.gpus_of(place)
-            if (percent := gpu_driver.mean_percent(gpus)) is not None:
+            if (percent := gpu_usage.mean_percent(gpus)) is not None:
                 use.percents.append(percent)
-            found = {gpu: taken for gpu in gpus if (taken := gpu_driver.memory([gpu])) is not None}
+            found = {gpu: taken for gpu in gpus if (taken := gpu_usage.memory([gpu])) is not None}
             for gpu, taken in found.items():
                 use.most[gpu] = max(use.most.get(gpu, taken), taken)
             if any({*self.gpus_of(other)} & {*gpus} for name, other in running.items() if name != stage):
@@ -225,7 +225,7 @@ class GpuUse:
         """`GPU 0 87%, 45.2 of 80.0 GB | GPU 1 …`; empty without a driver."""
         found = []
         for gpu in dict.fromkeys(gpu for gpus in self._gpus.values() for gpu in gpus):
-            percent, taken = gpu_driver.mean_percent([gpu]), gpu_driver.memory([gpu])
+            percent, taken = gpu_usage.mean_percent([gpu]), gpu_usage.memory([gpu])
             words = [] if percent is None else [f"{percent:.0f}%"]
             words += [] if taken is None else [f"{size(taken.used)} of {size(taken.total)}"]
             found += [f"GPU {gpu} {', '.join(words)}"] if words else []

@@ -28,7 +28,7 @@ from async_grpo.archive.disk_space import retry_while_full
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.estimators import Estimate
-from async_grpo.evals.report import Evaluated
+from async_grpo.evals.eval_ledger import Evaluated
 from async_grpo.formatting import printable
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_end, read_object

@@ -10,7 +10,7 @@ import torch
 from async_grpo.evals.estimators import Estimate, problems_with_interval, range_of
 from async_grpo.records import RolloutGroup
 from async_grpo_experiments.guidance.divergence import divergence_of_policy
-from async_grpo_experiments.progress import told
+from async_grpo_experiments.loop_progress import told
 
 
 def divergence_of_groups(

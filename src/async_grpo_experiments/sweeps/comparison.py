@@ -17,8 +17,8 @@ from async_grpo.formatting import counted
 from async_grpo_experiments.slots import ledger
 from async_grpo_experiments.slots.ledger import LEDGER
 from async_grpo_experiments.sweeps import plan
-from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns, finished_runs
 from async_grpo_experiments.sweeps.report import first_figure
+from async_grpo_experiments.sweeps.run_progress import Curves, FinishedRuns, finished_runs
 
 RESAMPLES = 10_000
 FIGURES = ("success_rate", "reward_mean")  # in the order of `by_problem`'s values

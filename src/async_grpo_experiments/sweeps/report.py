@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.evals.estimators import Range, mean_with_interval, range_of
 from async_grpo.formatting import counted
 from async_grpo.rundir.files import space_for, write_json, write_lines
-from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns
+from async_grpo_experiments.sweeps.run_progress import Curves, FinishedRuns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

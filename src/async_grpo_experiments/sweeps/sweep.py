@@ -17,8 +17,8 @@ from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.commands import command
 from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, preflight
-from async_grpo_experiments.sweeps.progress import COLUMNS, Reason, RunRows, finished_runs, steps_left, unfinished
 from async_grpo_experiments.sweeps.report import agreement, headline, write_report
+from async_grpo_experiments.sweeps.run_progress import COLUMNS, Reason, RunRows, finished_runs, steps_left, unfinished
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import async_grpo.api.child as child_module
-import async_grpo.api.handle as handle_module
+import async_grpo.api.run_handle as handle_module
 from async_grpo.api import AsyncGRPO, Handle
 from async_grpo.api.child import CommandChild
 from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, SetupFileError, UsageError, WaitTimeoutError

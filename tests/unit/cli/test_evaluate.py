@@ -11,7 +11,7 @@ from archived_run import three_steps
 from async_grpo.cli import main
 from async_grpo.cli.compute import evaluate
 from async_grpo.evals.estimators import Answers, estimates
-from async_grpo.evals.report import evaluated
+from async_grpo.evals.eval_ledger import evaluated
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir

@@ -20,7 +20,7 @@ from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import CurvesCallback
 from async_grpo_experiments.sweeps.plan import Run, Sweep
-from async_grpo_experiments.sweeps.progress import curves
+from async_grpo_experiments.sweeps.run_progress import curves
 
 HAPPENED = {1: 0.1, 2: 0.2, 3: 0.7}
 

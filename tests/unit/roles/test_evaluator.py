@@ -14,7 +14,7 @@ from torch import nn
 
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
-from async_grpo.evals.report import Evaluated, evaluated, read
+from async_grpo.evals.eval_ledger import Evaluated, evaluated, read
 from async_grpo.roles import answering, evaluator
 from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.rundir.paths import RunDir

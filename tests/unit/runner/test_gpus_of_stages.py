@@ -19,7 +19,7 @@ from async_grpo_experiments.runner import experiment, peaks
 from async_grpo_experiments.runner.config import checked
 from async_grpo_experiments.runner.graph import graph_of, kind_of
 from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, way_out
-from async_grpo_experiments.slots import foreground, gpu_driver
+from async_grpo_experiments.slots import foreground, gpu_usage
 from async_grpo_experiments.slots.ledger import FAILED, LEDGER, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY
@@ -55,7 +55,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     found = FakeDriver()
-    monkeypatch.setattr(gpu_driver, "_driver", lambda: found)
+    monkeypatch.setattr(gpu_usage, "_driver", lambda: found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return found
 
@@ -122,7 +122,7 @@ def test_how_busy_a_stages_gpu_was_is_noted_and_its_peak_packs_the_next_one(
 
 
 def test_without_a_driver_the_use_is_unknown(yard: ExperimentYard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_driver, "_driver", lambda: None)
+    monkeypatch.setattr(gpu_usage, "_driver", lambda: None)
     yard.run(ONE_ROUND, places=TWO_GPUS[:1])
     assert f"GPU utilization {TRAIN}: unknown\n" in (yard.root / "run.log").read_text()
 

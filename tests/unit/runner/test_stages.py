@@ -13,7 +13,7 @@ from experiment_yard import tree
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from async_grpo.errors import AsyncGRPOError, UsageError
-from async_grpo_experiments import progress
+from async_grpo_experiments import loop_progress
 from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
 from async_grpo_experiments.algorithms.rows import NO_ROWS, preferable
 from async_grpo_experiments.problems.table import load
@@ -178,7 +178,7 @@ def test_a_command_of_a_stage_continues_what_a_killed_attempt_has_begun(
 
 def test_a_long_loop_says_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(progress, "SAY_EVERY_S", -1.0)
-    monkeypatch.setattr(progress.logger, "info", said.append)
-    assert [*progress.told("abc", "letters are read")] == ["a", "b", "c"]
+    monkeypatch.setattr(loop_progress, "SAY_EVERY_S", -1.0)
+    monkeypatch.setattr(loop_progress.logger, "info", said.append)
+    assert [*loop_progress.told("abc", "letters are read")] == ["a", "b", "c"]
     assert said[-1] == "2 of 3 letters are read"

@@ -16,7 +16,7 @@ from async_grpo.reports.series import logged
 from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Record
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.plan import Sweep
-from async_grpo_experiments.sweeps.progress import curves
+from async_grpo_experiments.sweeps.run_progress import curves
 
 HUGE = "1" + "0" * 400
 

@@ -18,8 +18,8 @@ from async_grpo_experiments.sweeps.comparison import (
     smallest_sign_test,
     welch,
 )
-from async_grpo_experiments.sweeps.progress import Curves, FinishedRuns
 from async_grpo_experiments.sweeps.report import agree, first_figure
+from async_grpo_experiments.sweeps.run_progress import Curves, FinishedRuns
 
 
 def curves(by_problem: Mapping[str, float] | None = None, step: int = 10, value: float | None = None) -> Curves:

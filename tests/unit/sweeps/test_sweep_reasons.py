@@ -9,7 +9,7 @@ import pytest
 from sweep_yard import SweepYard
 
 from async_grpo.rundir.paths import FAILED, RunDir, RunState
-from async_grpo_experiments.sweeps.progress import Reason
+from async_grpo_experiments.sweeps.run_progress import Reason
 from plans import planned
 
 

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from sweep_yard import SweepYard
 
-from async_grpo_experiments.slots import gpu_driver
+from async_grpo_experiments.slots import gpu_usage
 from async_grpo_experiments.slots.foreground import QueueScreen
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps.plan import Sweep
-from async_grpo_experiments.sweeps.progress import COLUMNS, RunRows
+from async_grpo_experiments.sweeps.run_progress import COLUMNS, RunRows
 from patience import until
 
 OF_NOTHING = RunRows(Sweep(setup="", seeds=(), name="x"), {}, [])
@@ -102,6 +102,6 @@ def test_the_use_of_gpus_comes_from_the_driver(
     monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], shown: str, there: bool
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(gpu_driver, "_driver", functools.cache(gpu_driver._driver.__wrapped__))
+    monkeypatch.setattr(gpu_usage, "_driver", functools.cache(gpu_usage._driver.__wrapped__))
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(there=there))
     assert OF_NOTHING.use((), gpus) == shown

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.cli.compute import answers
+from async_grpo.cli.compute import answer_options
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, printable
@@ -21,7 +21,7 @@ from async_grpo.settings import LaunchSettings, TrainingSettings, etas, positive
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
-    from async_grpo.evals.report import Evaluated
+    from async_grpo.evals.eval_ledger import Evaluated
 
 EXAMPLES = """\
   async-grpo evaluate outputs/run/checkpoint-100 --config my_trainer.py
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     parser = options.parser(
         "evaluate", "Answer the setup file's eval_dataset with the weights of a checkpoint, on workers.", EXAMPLES
     )
-    answers.add_model(parser)
+    answer_options.add_model(parser)
     parser.add_argument("--against", metavar="OTHER", help="evaluate this one too, and tell the paired difference")
     options.add_config(parser)
     parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: evaluation/")
@@ -64,20 +64,20 @@ def build_parser() -> Parser:
         help="strengths of guidance, one evaluation each, e.g. 0.1,0.2,off: in units of the reward; off: the reference "
         "(default: the setup file's)",
     )
-    answers.add_ending_options(parser, "evaluation")
+    answer_options.add_ending_options(parser, "evaluation")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import launch
 
-    args, begun = answers.checked(args, _SAMPLED_WITH)
+    args, begun = answer_options.checked(args, _SAMPLED_WITH)
     options.gathered(TrainingSettings, args).evaluated_ks()
     _check_json(args.json)
     if begun is not None:
-        answers.refuse_other_values(args, begun)
+        answer_options.refuse_other_values(args, begun)
     models = (args.model, *([args.against] if args.against else []))
-    plan = answers.planned(args, models, etas=args.eval_eta or (() if begun is None else begun.plan.etas))
+    plan = answer_options.planned(args, models, etas=args.eval_eta or (() if begun is None else begun.plan.etas))
     code = launch(args.run_dir.absolute(), plan)
     return code or _tell(args, ways=len(plan.etas) or 1)
 
@@ -90,7 +90,7 @@ def _check_json(file: Path | None) -> None:
 
 def _tell(args: argparse.Namespace, ways: int) -> int:
     """Print the figures of each model, sampled in each of the `ways`."""
-    from async_grpo.evals.report import read, sampling_in_words
+    from async_grpo.evals.eval_ledger import read, sampling_in_words
 
     run = RunDir(args.run_dir)
     found = read(run.evaluations)
@@ -129,7 +129,7 @@ def _strength(sampling: Mapping[str, Any]) -> str:
 
 
 def _legend(one: Evaluated) -> str:
-    from async_grpo.evals.report import SUCCESS
+    from async_grpo.evals.eval_ledger import SUCCESS
 
     votes = (
         "; maj@k: the commonest final answer is right" if any(name.startswith("maj@") for name in one.figures) else ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.cli.compute import answers
+from async_grpo.cli.compute import answer_options
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
@@ -32,7 +32,7 @@ def build_parser() -> Parser:
         "them as rows.",
         EXAMPLES,
     )
-    answers.add_model(parser)
+    answer_options.add_model(parser)
     options.add_config(parser)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the rows, for datasets.load_from_disk (default: samples/)"
@@ -43,21 +43,21 @@ def build_parser() -> Parser:
     parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: generation/")
     options.add_settings(parser, LaunchSettings, *options.PROCESSES)
     options.add_settings(parser, TrainingSettings, "seed", "set", "deterministic", "max_attempts", "stall_warning")
-    answers.add_ending_options(parser, "generation")
+    answer_options.add_ending_options(parser, "generation")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import launch
 
-    args, begun = answers.checked(args, _SAMPLED_WITH)
+    args, begun = answer_options.checked(args, _SAMPLED_WITH)
     rows = SampledRows((args.out or Path("samples")).absolute(), args.samples)
     if begun is not None:
         rows = _as_begun(args, begun)
-        answers.refuse_other_values(args, begun)
+        answer_options.refuse_other_values(args, begun)
     elif rows.out.exists():
         raise UsageError(f"{rows.out} exists. Choose another --out, or move it away.")
-    plan = answers.planned(args, (args.model,), rows=rows)
+    plan = answer_options.planned(args, (args.model,), rows=rows)
     code = launch(args.run_dir.absolute(), plan)
     if code == 0:
         _tell(RunDir(args.run_dir), rows.out)

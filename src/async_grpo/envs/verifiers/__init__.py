@@ -5,8 +5,8 @@
         train_dataset=environment.dataset, rollout_func=environment.rollout, reward_funcs=environment.reward, ...
     )
 
-Start with `environment`. `episode` plays one task, `toolsets` calls its tools, `refusals` says what does not map. The
-tokens are in `async_grpo.envs.conversations`.
+Start with `environment`. `played_task` plays one task, `toolsets` calls its tools, `refusals` says what is not mapped.
+The tokens are in `async_grpo.envs.conversations`.
 """
 
 from async_grpo.errors import UsageError

@@ -13,7 +13,7 @@ from verifiers.v1.utils.loaders import load_environment as load
 from verifiers.v1.utils.loaders import resolve_env_config
 
 from async_grpo.envs.conversations import Conversation, Lockstep, rollout_output
-from async_grpo.envs.verifiers.episode import Played, messages_of, play
+from async_grpo.envs.verifiers.played_task import Played, messages_of, play
 from async_grpo.envs.verifiers.refusals import refuse_environment, refuse_task
 from async_grpo.envs.verifiers.toolsets import Toolsets
 from async_grpo.errors import UsageError

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.endpoint.chat import as_template
+from async_grpo.rollout.endpoint.chat_template import as_template
 from async_grpo.rollout.endpoint.protocol import (
     Answer,
     Message,
@@ -30,7 +30,7 @@ from async_grpo.rollout.endpoint.protocol import (
 from async_grpo.tokens.transcript import TokenLimits, Transcript
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.endpoint.chat import Chat
+    from async_grpo.rollout.endpoint.chat_template import Chat
     from async_grpo.tokens import Tokens
 
 Sample = Callable[[list[int], int], Awaitable["Tokens"]]

@@ -14,7 +14,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError, reason_of
 from async_grpo.images import images_in
 from async_grpo.log import logger
 from async_grpo.rollout.endpoint.agents import Agents, is_lost_connection
-from async_grpo.rollout.endpoint.chat import Chat
+from async_grpo.rollout.endpoint.chat_template import Chat
 from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import EndpointServer

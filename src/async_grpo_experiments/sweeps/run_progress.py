@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 from async_grpo.errors import BadFileError, RunDirError
-from async_grpo.evals import report
+from async_grpo.evals import eval_ledger
 from async_grpo.formatting import eta
 from async_grpo.roles.plain_trl import PROGRESS, PlainProgress, read_progress
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
@@ -17,7 +17,7 @@ from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import TAIL_BYTES
-from async_grpo_experiments.slots.gpu_driver import mean_percent
+from async_grpo_experiments.slots.gpu_usage import mean_percent
 from async_grpo_experiments.slots.ledger import RUNNING, WAITING, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps.plan import ASYNC, Run, Sweep
@@ -203,11 +203,11 @@ def curves(run: Run) -> Curves:
             figure = f"{entry[entries.SET]}/reward_mean" if entries.SET in entry else "reward_mean"
             evaluations.setdefault(step, {})[figure] = entry["eval_reward"]
     by_problem: dict[int, Mapping[str, Sequence[float]]] = {}
-    of_workers = report.read(RunDir(run.run_dir).evaluations)
+    of_workers = eval_ledger.read(RunDir(run.run_dir).evaluations)
     for one in of_workers:
         evaluations[one.step] = {name: figure.value for name, figure in one.figures.items()}
         by_problem[one.step] = one.by_problem
-        sampling = f"with {report.sampling_in_words(one.sampling)}"
+        sampling = f"with {eval_ledger.sampling_in_words(one.sampling)}"
     first = {one.headline for one in of_workers if one.figures}
     return Curves(
         reward=rewards,

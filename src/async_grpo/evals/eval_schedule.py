@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from async_grpo.evals.eval_ledger import Evaluated, EvaluationLedger
 from async_grpo.evals.evaluation import Evaluation
-from async_grpo.evals.report import Evaluated, EvaluationLedger
 from async_grpo.formatting import counted
 from async_grpo.log import logger
 
