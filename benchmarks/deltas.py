@@ -32,8 +32,8 @@ from benchmarks.table import ROOT, Row, as_text, row, write_json
 from numpy.typing import NDArray
 
 from async_grpo.deltas.chain import Chain
+from async_grpo.deltas.chain_folder import chain_folder
 from async_grpo.deltas.delta import Weights, apply, digest, encode, pack, read
-from async_grpo.deltas.places import chain_folder
 from async_grpo.deltas.statistics import statistics
 
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"

@@ -97,8 +97,8 @@ def runs(rounds: int, steps: int) -> list[Row]:
     without, ours, blocking, relative, controls = [], [], [], [], [control_s()]
     by_workers = ("--eval-every", str(EVERY), "--eval-replicates", str(REPLICATES))
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as place:
-            folders = [Path(place) / name for name in ("without", "ours", "blocking")]
+        with tempfile.TemporaryDirectory() as outputs:
+            folders = [Path(outputs) / name for name in ("without", "ours", "blocking")]
             for folder in folders:
                 folder.mkdir()
             setup = folders[2] / "blocking.py"

@@ -328,10 +328,10 @@ def policy_divergence(policy: Any, reference: Any, tokenizer: Any, problems: lis
     texts = [(one.prompt, one.completions[0]) for one in found]
     longest = max(len(prompt) + len(tokens) for prompt, tokens in texts)
     ids_BT, mask_BT = torch.zeros(2, len(texts), longest, dtype=torch.long)
-    for place, (prompt, tokens) in enumerate(texts):
+    for index, (prompt, tokens) in enumerate(texts):
         end = len(prompt) + len(tokens)
-        ids_BT[place, :end] = torch.tensor(prompt + tokens)
-        mask_BT[place, len(prompt) : end] = 1
+        ids_BT[index, :end] = torch.tensor(prompt + tokens)
+        mask_BT[index, len(prompt) : end] = 1
     return float(divergence_of_policy(policy, reference, ids_BT, mask_BT).sum(1).mean())
 
 

@@ -137,8 +137,8 @@ def stand_ins(cluster: Cluster, folder: Path, machines: list[Machine], *, works:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor = cluster._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(StandIn)
-    places = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in machines]
-    handles = [actor.options(num_cpus=0.5, scheduling_strategy=place).remote(str(folder), works) for place in places]
+    nodes = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in machines]
+    handles = [actor.options(num_cpus=0.5, scheduling_strategy=node).remote(str(folder), works) for node in nodes]
     nodes = [RayNode(handle, cluster._ray) for handle in handles]
     for node in nodes:
         node.exchange([], b"").result(300)

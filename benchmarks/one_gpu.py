@@ -306,9 +306,9 @@ def why_no_mps(device: str) -> str:
 def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
     """Run an MPS daemon with its own folders, and give the environment that leads to it."""
     folders = {"CUDA_MPS_PIPE_DIRECTORY": folder / "pipe", "CUDA_MPS_LOG_DIRECTORY": folder / "log"}
-    for place in folders.values():
-        place.mkdir()
-    lead = {name: str(place) for name, place in folders.items()}
+    for path in folders.values():
+        path.mkdir()
+    lead = {name: str(path) for name, path in folders.items()}
     control, env = "nvidia-cuda-mps-control", {**os.environ, **lead}
     subprocess.run([control, "-d"], env=env, check=True, timeout=20, capture_output=True)
     try:

@@ -71,7 +71,7 @@ def training_s(model: Model, card: Card, prompts: Sequence[int], completions: Se
 
 def evenly(most: int, count: int) -> list[int]:
     """Lengths from a quarter of `most` up to it."""
-    return [round(most * (1 + 3 * place / max(count - 1, 1)) / 4) for place in range(count)]
+    return [round(most * (1 + 3 * index / max(count - 1, 1)) / 4) for index in range(count)]
 
 
 # --- The card's own limits --------------------------------------------------------------------------------

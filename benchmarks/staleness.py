@@ -129,10 +129,10 @@ class Results:
 
     def table(self) -> str:
         """Markdown: mean ± half of the 95% interval."""
-        places = self.staleness()
-        lines = [f"| correction | {' | '.join(f'K = {place}' for place in places)} |", "|" + "---|" * (1 + len(places))]
+        staleness = self.staleness()
+        lines = [f"| correction | {' | '.join(f'K = {k}' for k in staleness)} |", "|" + "---|" * (1 + len(staleness))]
         for correction in self.names():
-            texts = [self._cell(place, correction if place else "bypass") for place in places]
+            texts = [self._cell(k, correction if k else "bypass") for k in staleness]
             lines.append(f"| `{correction}` | {' | '.join(texts)} |")
         return "\n".join(lines)
 
@@ -173,14 +173,14 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
 
     colours = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#666666", "#D55E00", "#8C564B", "#000000")
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), dpi=150)
-    places = results.staleness()
+    values = results.staleness()
     for index, (correction, colour) in enumerate(zip(RULES, colours, strict=True)):
         if correction not in results.names():
             continue
-        there = [it for it in places if (it, correction if it else "bypass") in results.accuracies]
+        there = [it for it in values if (it, correction if it else "bypass") in results.accuracies]
         measured = [interval_95(results.accuracies[it, correction if it else "bypass"]) for it in there]
         axes.errorbar(
-            [places.index(it) + (index - 4) * 0.04 for it in there],  # side by side, not on top of each other
+            [values.index(it) + (index - 4) * 0.04 for it in there],  # side by side, not on top of each other
             [mean for mean, _ in measured],
             yerr=[half if half < 1 else 0 for _, half in measured],
             label=correction,
@@ -194,7 +194,7 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
         )
     axes.axhline(before, color="#999999", linewidth=1, linestyle=":")
     axes.text(-0.25, before + 0.005, "before training", fontsize=8, color="#666666")
-    axes.set_xticks(range(len(places)), [str(staleness) for staleness in places])
+    axes.set_xticks(range(len(values)), [str(staleness) for staleness in values])
     axes.set_xlabel("staleness of every rollout, in policy versions")
     axes.set_ylabel(f"held-out accuracy after {steps} steps")
     axes.set_ylim(math.floor(10 * min(before, *map(min, results.accuracies.values()))) / 10, 1)
@@ -219,11 +219,11 @@ def accuracy_before(task: str) -> float:
 
 def all_cells(task: str, *, quick: bool) -> list[Cell]:
     """Seed by seed, so that an unfinished table has every combination."""
-    places = (0, 4) if quick else STALENESS
+    values = (0, 4) if quick else STALENESS
     return [
         Cell(task=task, staleness=staleness, correction=correction, seed=seed, steps=12 if quick else STEPS[task])
         for seed in SEEDS[: 1 if quick else None]
-        for staleness in places
+        for staleness in values
         for correction in (RULES if staleness else ("bypass",))
     ]
 

@@ -121,8 +121,8 @@ def packing(rounds: int, steps: int) -> list[Row]:
     ratios, own, shares, walls, plain, controls = [], [], [], [], [], [control_s()]
     for _ in range(rounds):
         plain.append(max(plain_loops(SLOTS)) / max(plain_loops(1)))
-        with tempfile.TemporaryDirectory() as place:
-            folders = [Path(place) / name for name in ("together", *map(str, SEEDS))]
+        with tempfile.TemporaryDirectory() as outputs:
+            folders = [Path(outputs) / name for name in ("together", *map(str, SEEDS))]
             for folder in folders:
                 folder.mkdir()
             together = sweep(folders[0], SEEDS, SLOTS, steps)
@@ -177,12 +177,12 @@ def plain_loops(count: int) -> list[float]:
 def simulated(children: int) -> list[Row]:
     """Descriptors, processes and memory after many children that sleep."""
     me = psutil.Process()
-    with tempfile.TemporaryDirectory() as place:
-        ledger = Ledger(Path(place) / "slots.jsonl")
-        run(ledger, Path(place), "warm", children // 5)
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "slots.jsonl")
+        run(ledger, Path(folder), "warm", children // 5)
         descriptors, memory, processes = me.num_fds(), me.memory_info().rss, len(me.children())
         started, cpu = time.monotonic(), sum(me.cpu_times()[:2])
-        run(ledger, Path(place), "run", children)
+        run(ledger, Path(folder), "run", children)
         took, cpu = time.monotonic() - started, sum(me.cpu_times()[:2]) - cpu
         assert sum(one.state == FINISHED for one in ledger.records.values()) == children + children // 5
     return [

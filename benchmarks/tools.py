@@ -108,7 +108,7 @@ def setting(folder: str, tools: list[Any], reply: Callable[[str, int], str], *, 
 
 
 def calling(name: str) -> Callable[[str, int], str]:
-    return lambda prompt, place: "done" if "<tool_response>" in prompt else CALL.replace("NAME", name)
+    return lambda prompt, index: "done" if "<tool_response>" in prompt else CALL.replace("NAME", name)
 
 
 def a_turn(kind: str, seconds: float, *, streaming: bool) -> float:
@@ -147,7 +147,7 @@ class Others:
     def __init__(self, folder: str, seconds: float) -> None:
         from in_process import chat_rows, jobs_of
 
-        def reply(prompt: str, place: int) -> str:
+        def reply(prompt: str, index: int) -> str:
             if "<tool_response>" in prompt:
                 return "done"
             return CALL.replace("NAME", "waits" if "\na<|im_end|>" in prompt else "quick")

@@ -6,21 +6,21 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$(realpath -s "${PYTHON:-$root/.venv/bin/python}")
 check=
 if [[ ${1:-} == --check ]]; then check=1; shift; fi
-place=$(mktemp -d)
-trap 'rm -rf "$place"' EXIT
-mkdir "$place/source"
-cp -r "$root/packages/async-grpo-ipc/." "$root/LICENSE" "$root/src/async_grpo_ipc" "$place/source/"
-sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/src/async_grpo/version.py" > "$place/source/VERSION"
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+mkdir "$folder/source"
+cp -r "$root/packages/async-grpo-ipc/." "$root/LICENSE" "$root/src/async_grpo_ipc" "$folder/source/"
+sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/src/async_grpo/version.py" > "$folder/source/VERSION"
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
-  --wheel-dir "${1:-$root/dist}" "$place/source"
+  --wheel-dir "${1:-$root/dist}" "$folder/source"
 wheel=$(ls -t "${1:-$root/dist}"/async_grpo_ipc-*.whl | head -1)
 echo "$wheel"
 [[ -n $check ]] || exit 0
 
-"$python" -m zipfile -e "$wheel" "$place/site"
-cd "$place"
+"$python" -m zipfile -e "$wheel" "$folder/site"
+cd "$folder"
 # No site-packages but torch's: nothing of async_grpo can be imported by mistake.
-PYTHONPATH=$place/site "$python" - <<'PYTHON'
+PYTHONPATH=$folder/site "$python" - <<'PYTHON'
 import subprocess
 import sys
 from importlib.metadata import entry_points, version

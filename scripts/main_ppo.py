@@ -27,7 +27,7 @@ def command(arguments: list[str]) -> list[str] | None:
     from async_grpo.verl_keys import Keys, planned
     from async_grpo.verl_keys.run import run_dir, watch_of
 
-    first = next((place for place, text in enumerate(arguments) if text.startswith("-")), len(arguments))
+    first = next((index for index, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     keys, options = arguments[:first], arguments[first:]
     given = {option.partition("=")[0] for option in options}
     if "--run-dir" in given:

@@ -56,10 +56,10 @@ def line(field: Field[Any]) -> str:
 
 
 def stored_as(about: Stored) -> str:
-    if about.place == "tensor":
+    if about.section == "tensor":
         return f"`{about.kind}[{', '.join(about.shape)}]`"
     kind = about.kind if isinstance(about.kind, str) else f"`{about.kind.__name__}`"
-    return f"{kind}, in `texts`" if about.place == "texts" else kind
+    return f"{kind}, in `texts`" if about.section == "texts" else kind
 
 
 def remarks(field: Field[Any], about: Stored) -> str:

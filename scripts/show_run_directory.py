@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def shown(text: str, home: Path) -> str:
-    """`text` without the places of this machine."""
+    """`text` without the paths of this machine."""
     packages = re.sub(r'"[^"\n]*/site-packages/', '"/home/you/.venv/lib/python3.11/site-packages/', text)
     return packages.replace(str(home), SHOWN_AS).replace(str(ROOT), "/home/you/async-grpo")
 

@@ -29,23 +29,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="change the page; else only print")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        shutil.copytree(ROOT / "src" / "app", Path(place) / "src" / "app")
-        said = run(Path(place))
-        text = shown(said, place)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "src" / "app", Path(folder) / "src" / "app")
+        said = run(Path(folder))
+        text = shown(said, folder)
         print(text)
         if options.write:
             update_docs("sweep demo", text)
             shutil.copy(
-                Path(place) / "outputs" / "sweep_tiny" / "agreement.png", ROOT / "docs" / "images" / "sweep.png"
+                Path(folder) / "outputs" / "sweep_tiny" / "agreement.png", ROOT / "docs" / "images" / "sweep.png"
             )
 
 
-def run(place: Path) -> str:
+def run(folder: Path) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     ran = subprocess.run(
         [sys.executable, "-m", "async_grpo.cli", *COMMAND],
-        cwd=place,
+        cwd=folder,
         env=env,
         capture_output=True,
         text=True,
@@ -56,8 +56,8 @@ def run(place: Path) -> str:
     return ran.stdout
 
 
-def shown(said: str, place: str) -> str:
-    lines = said.replace(f"{place}/", "").splitlines()
+def shown(said: str, folder: str) -> str:
+    lines = said.replace(f"{folder}/", "").splitlines()
     table = [line for line in lines if line.startswith(("|", "n ="))]
     progress = [re.sub(r" \(pid \d+\)", "", line) for line in lines if line.startswith("[sweep]")]
     console = [f"    {line}" for line in (f"$ async-grpo {' '.join(COMMAND)}", *progress)]

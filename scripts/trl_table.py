@@ -71,8 +71,8 @@ def _method_row(effect: tuple[str, str]) -> str:
 def _compared() -> list[str]:
     """A line for each kind and verdict: `family` and the others."""
     lines: dict[tuple[str, str], list[str]] = {}
-    for place, row in ROWS.items():
-        kind, _, name = place.partition(" ")
+    for key, row in ROWS.items():
+        kind, _, name = key.partition(" ")
         lines.setdefault((kind, row.verdict), []).append(name)
     many = {"family": "families", "adapter": "adapters", "setting": "settings"}
     return [f"| {many[kind]}: {', '.join(names)} | {verdict} |" for (kind, verdict), names in lines.items()]

@@ -155,7 +155,7 @@ def _answer(thought: str, answer: str, *, taught: bool = True) -> Parts:
 
 
 def slipped(name: str, draw: random.Random) -> str:
-    """The name or number with another syllable, or another pair of digits, in one place."""
+    """The name or number with another syllable, or another pair of digits, at one position."""
     pieces = re.findall("|".join(_NAMES), name)
     at = draw.randrange(len(pieces) - (pieces[-1] in _ENDS))
     other = draw.choice(_PAIRS if name.isdigit() else SYLLABLES)

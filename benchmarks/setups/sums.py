@@ -68,7 +68,7 @@ LONGER = 8
 class AnswerLengths(LogitsProcessor):
     """Three digits, then filler, then end of text where the answer's length is reached.
 
-    Which answers are long depends on the prompt's tokens and the answer's place in its group only, so that every side
+    Which answers are long depends on the prompt's tokens and the answer's index in its group only, so that every side
     generates the same lengths, whatever it batches together.
     """
 
@@ -82,19 +82,19 @@ class AnswerLengths(LogitsProcessor):
                 self.lengths_B[row] *= LONGER
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = input_ids.shape[1] - self._prompt_length
+        position = input_ids.shape[1] - self._prompt_length
         scores[:, self._eos] = -torch.inf
-        if place >= DIGITS:
-            ends_B = place == self.lengths_B - 1
+        if position >= DIGITS:
+            ends_B = position == self.lengths_B - 1
             scores.fill_(-torch.inf)
             scores[~ends_B, FILLER] = 0.0
             scores[ends_B, self._eos] = 0.0
         return scores
 
 
-def _is_long(prompt: list[int], place: int, share: float) -> bool:
+def _is_long(prompt: list[int], position: int, share: float) -> bool:
     number = 0
-    for token in (place, *prompt[-6:]):  # a hash; the last 6 tokens are the prompt without padding
+    for token in (position, *prompt[-6:]):  # a hash; the last 6 tokens are the prompt without padding
         number = (number * 1_000_003 + token + 17) % 2_147_483_647
     return number % 1000 < 1000 * share
 

@@ -1,6 +1,6 @@
 """A task with answers of 64 tokens: go on with two digits, in turn.
 
-The prompt `37` asks for `3`, `7`, `3`, `7`, ...: each digit is the one two places before. The reward is the share of
+The prompt `37` asks for `3`, `7`, `3`, `7`, ...: each digit is the one two positions before. The reward is the share of
 digits for which that is so, and a slip costs one of them, or two. The model of the demo, larger by the positions, is
 warmed up on answers in which 30% of the digits are slips: it knows the rule, and slips as often.
 """
@@ -44,7 +44,7 @@ def prompts(*, held_out: bool) -> list[str]:
 
 
 def in_turn(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """The share of digits that are those two places before."""
+    """The share of digits that are those two positions before."""
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     return [sum(map(str.__eq__, text, text[2:])) / TOKENS for text in texts]
 
@@ -79,8 +79,8 @@ def _with_slips(rows_BP: torch.Tensor, randomness: torch.Generator) -> torch.Ten
     slips = torch.rand((len(rows_BP), TOKENS), generator=randomness) < SLIPS
     others = torch.randint(1, 10, (len(rows_BP), TOKENS), generator=randomness)
     digits = [*rows_BP.unbind(1)]
-    for place in range(TOKENS):
-        digits.append((digits[-2] + others[:, place] * slips[:, place]) % 10)
+    for position in range(TOKENS):
+        digits.append((digits[-2] + others[:, position] * slips[:, position]) % 10)
     return torch.stack(digits[2:], dim=1)
 
 

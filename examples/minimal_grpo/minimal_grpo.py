@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-LETTERS = "abcdefgh"  # a letter's token id is its place
+LETTERS = "abcdefgh"  # a letter's token id is its index
 EOS = len(LETTERS)  # ends a completion
 PAD = EOS + 1  # padding after the end token
 
@@ -52,7 +52,7 @@ def build_model() -> PreTrainedModel:
 
 
 def reward(letter: str, completion: str) -> float:
-    """The share of the six places where the completion says the prompt's letter."""
+    """The share of the six positions where the completion says the prompt's letter."""
     return completion.count(letter) / LONGEST
 
 

@@ -173,13 +173,13 @@ def read(arguments: Sequence[str], env: Mapping[str, str], root: Path) -> Hyperp
     return Hyperparameters(**values)
 
 
-def _object(text: str | bytes, place: str) -> dict[str, Any]:
+def _object(text: str | bytes, source: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"The hyperparameters in {place} are no JSON: {error}.") from None
+        raise Refused(f"The hyperparameters in {source} are no JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise Refused(f"The hyperparameters in {place} must be an object of names and values.")
+        raise Refused(f"The hyperparameters in {source} must be an object of names and values.")
     return found
 
 

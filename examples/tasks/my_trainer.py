@@ -15,7 +15,7 @@ FILES, HELD_OUT = write(Path("outputs/tasks/data"), "sums", "sorting")
 
 
 def same_characters(completions: list[str], ground_truth: list[str], **_) -> list[float]:
-    """The share of the answer's characters that are in their place."""
+    """The share of the answer's characters that are at their positions."""
     return [
         sum(one == right for one, right in zip(completion, answer)) / max(len(completion), len(answer))
         for completion, answer in zip(completions, ground_truth)

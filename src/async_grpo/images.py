@@ -40,7 +40,7 @@ MODEL_INPUTS = (
 )
 """What TRL's loss has of images: keys of its inputs, parameters of `_get_per_token_logps_and_entropies`."""
 
-Place = list[str | int]  # keys and indices that lead to an image
+KeyPath = list[str | int]  # keys and indices that lead to an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +185,13 @@ def taken_out(values: dict[str, Any]) -> tuple[dict[str, Any], list[EncodedImage
     images: dict[EncodedImage, int] = {}
     table: list[list[Any]] = []
 
-    def take(value: Any, place: Place) -> Any:
+    def take(value: Any, path: KeyPath) -> Any:
         if type(value) is dict:
-            return {name: take(item, [*place, name]) for name, item in value.items()}
+            return {name: take(item, [*path, name]) for name, item in value.items()}
         if type(value) is list:
-            return [take(item, [*place, index]) for index, item in enumerate(value)]
+            return [take(item, [*path, index]) for index, item in enumerate(value)]
         if type(value) is EncodedImage:
-            table.append([images.setdefault(value, len(images)), *place])
+            table.append([images.setdefault(value, len(images)), *path])
             return None
         return value
 
@@ -201,12 +201,12 @@ def taken_out(values: dict[str, Any]) -> tuple[dict[str, Any], list[EncodedImage
 def put_back(values: dict[str, Any], images: list[EncodedImage], table: Any) -> None:
     """Undo `taken_out`, in place. `BadFileError`: the table does not fit."""
     try:
-        for index, *place in table:
+        for index, *path in table:
             inner: Any = values
-            for key in place[:-1]:
+            for key in path[:-1]:
                 inner = inner[key]
-            if inner[place[-1]] is not None or type(index) is not int or index < 0:
+            if inner[path[-1]] is not None or type(index) is not int or index < 0:
                 raise LookupError("the place of an image is taken")
-            inner[place[-1]] = images[index]
+            inner[path[-1]] = images[index]
     except (LookupError, TypeError, ValueError) as error:
         raise BadFileError(f"its table of images does not fit: {error}") from error

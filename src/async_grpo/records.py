@@ -48,7 +48,7 @@ class WorkerId:
 class Stored:
     """How a queue file holds a field."""
 
-    place: Literal["header", "texts", "tensor"]  # `texts`: JSON too, but outside the header, where it is not escaped
+    section: Literal["header", "texts", "tensor"]  # `texts`: JSON too, but outside the header, where it is not escaped
     kind: str | type  # dtype of a tensor; else a kind of JSON value (see `queue/schema.py`) or a nested record
     meaning: str
     shape: tuple[str, ...] = ()  # of a tensor, see `RolloutGroup`
@@ -62,17 +62,17 @@ class Stored:
 
 def header(kind: str | type, meaning: str, **details: Any) -> Any:
     """A field in the JSON header."""
-    return _stored(place="header", kind=kind, meaning=meaning, **details)
+    return _stored(section="header", kind=kind, meaning=meaning, **details)
 
 
 def texts(kind: str, meaning: str, **details: Any) -> Any:
     """A field with long texts."""
-    return _stored(place="texts", kind=kind, meaning=meaning, **details)
+    return _stored(section="texts", kind=kind, meaning=meaning, **details)
 
 
 def tensor(dtype: str, shape: str, meaning: str, **details: Any) -> Any:
     """An array with these dimensions, e.g. "G F". It may be absent if its default is None."""
-    return _stored(place="tensor", kind=dtype, shape=tuple(shape.split()), meaning=meaning, **details)
+    return _stored(section="tensor", kind=dtype, shape=tuple(shape.split()), meaning=meaning, **details)
 
 
 def _stored(*, default: Any = MISSING, default_factory: Any = MISSING, **details: Any) -> Any:

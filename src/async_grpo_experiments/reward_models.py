@@ -84,12 +84,12 @@ def scores_of_texts(model: Any, texts: Sequence[Sequence[int]], batch_size: int 
     """The score of each text of token ids, in batches of similar length. Raises `UsageError` as `score`."""
     if model.num_labels != 1:
         raise UsageError(f"A reward model has one label, and {type(model).__name__} has {model.num_labels}.")
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     scores = [0.0] * len(texts)
     for first in told(range(0, len(order), batch_size), "batches are scored"):
-        places = order[first : first + batch_size]
-        for place, value in zip(places, _scores(model, [texts[place] for place in places]), strict=True):
-            scores[place] = value
+        indices = order[first : first + batch_size]
+        for index, value in zip(indices, _scores(model, [texts[index] for index in indices]), strict=True):
+            scores[index] = value
     return scores
 
 

@@ -48,10 +48,10 @@ def checkpoint(tensors: Iterable[tuple[str, Tensor]], adapter: Adapter | None = 
     published = dict(tensors)
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in published.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if ".lora_" in name or (place in seen and tensor.numel()):
+        memory = (tensor.data_ptr(), tensor.shape)
+        if ".lora_" in name or (memory in seen and tensor.numel()):
             continue
-        seen.add(place)
+        seen.add(memory)
         layer, own, rest = name.partition(f"{_BASE}.")
         if own and rest == "weight" and adapter is not None and layer in adapter.layers:
             tensor = adapter.merged(layer, tensor, published)

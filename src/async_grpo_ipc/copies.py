@@ -42,7 +42,7 @@ def allow_merging_over_padding(block: Tensor) -> None:
 
 
 class CopyPlan:
-    """A prepared copy of each source into its destination. Run it as often as the `movable` side keeps its place."""
+    """A prepared copy of each source into its destination. Run it as often as the `movable` side keeps its address."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ MAX_DIMENSIONS = 64  # more have no use, and torch refuses them
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor's place in its block. Shape and stride count elements, `offset` counts bytes from the
+    """One tensor's position in its block. Shape and stride count elements, `offset` counts bytes from the
     block's start.
     """
 
@@ -95,7 +95,7 @@ def storable_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether these elements occupy each place of a block of `prod(shape)` elements exactly once."""
+    """Whether these elements fill a block of `prod(shape)` elements, each of it once."""
     if math.prod(shape) == 0:
         return list(stride) == list(contiguous_stride(shape))
     expected = 1

@@ -19,8 +19,8 @@ from async_grpo_ipc.memory import AttachedMemory
 
 
 @dataclass(slots=True)
-class TensorPlace:
-    """Where a module holds a parameter or buffer."""
+class ModuleAttribute:
+    """The dictionary of a module that holds a parameter or buffer, and its key there."""
 
     holder: dict[str, Any]
     key: str
@@ -29,11 +29,11 @@ class TensorPlace:
 
 @dataclass(slots=True)
 class ModelTensor:
-    """One parameter or buffer: all its names, and the place in a module of each."""
+    """One parameter or buffer: all its names, and the attribute of a module for each."""
 
     is_parameter: bool
     names: list[str] = field(default_factory=list)
-    places: list[TensorPlace] = field(default_factory=list)
+    attributes: list[ModuleAttribute] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -41,31 +41,31 @@ class ModelTensor:
 
     @property
     def tensor(self) -> Tensor:
-        return self.places[0].tensor
+        return self.attributes[0].tensor
 
     def tie(self, other: "ModelTensor") -> None:
-        """Add the other's places to this one's."""
+        """Add the other's attributes to this one's."""
         self.names.extend(other.names)
-        self.places.extend(other.places)
+        self.attributes.extend(other.attributes)
 
     def objects(self) -> list[Tensor]:
         """The distinct tensor objects: one, except for names that are tied by memory alone."""
-        return list({id(place.tensor): place.tensor for place in self.places}.values())
+        return list({id(attribute.tensor): attribute.tensor for attribute in self.attributes}.values())
 
     def point_to(self, memory: Tensor) -> None:
         """Let this parameter or buffer live in `memory`. Objects stay the same unless the kind of device
         forbids it (meta).
         """
         if (self.tensor.device.type == "meta") == (memory.device.type == "meta"):
-            for place in self.places:
-                place.tensor.data = memory
+            for attribute in self.attributes:
+                attribute.tensor.data = memory
             return
         new = nn.Parameter(memory, requires_grad=self.tensor.requires_grad) if self.is_parameter else memory
-        for place in self.places:
-            place.holder[place.key] = place.tensor = new
+        for attribute in self.attributes:
+            attribute.holder[attribute.key] = attribute.tensor = new
 
 
-class Places:
+class HeldObjects:
     """Tells, with every publish and pull, whether a model still has the modules and tensors it had."""
 
     def __init__(self, model: nn.Module | None, entries: Sequence[ModelTensor]) -> None:
@@ -78,8 +78,8 @@ class Places:
 
     def remember(self) -> None:
         """Take what the modules hold now, after `point_to`, as what was found."""
-        places = [(p.holder, p.key, p.tensor) for entry in self._entries for p in entry.places]
-        self._held = [*self._modules, *places]
+        attributes = [(a.holder, a.key, a.tensor) for entry in self._entries for a in entry.attributes]
+        self._held = [*self._modules, *attributes]
         self._holders = list({id(holder): holder for holder, _, _ in self._held}.values())
         self._contents = list(self._all_contents())
 
@@ -108,7 +108,7 @@ def model_tensors(model: nn.Module, *, buffers: bool) -> list[ModelTensor]:
     for name, holder, key, tensor, is_parameter in _walk(model, buffers):
         entry = found.setdefault(identity(tensor), ModelTensor(is_parameter))
         entry.names.append(name)
-        entry.places.append(TensorPlace(holder, key, tensor))
+        entry.attributes.append(ModuleAttribute(holder, key, tensor))
     return list(found.values())
 
 
@@ -158,7 +158,7 @@ def identity(tensor: Tensor) -> Any:
 
 
 class Binding:
-    """The tensors of one model and their places in one generation's memory."""
+    """The tensors of one model and their views of one generation's memory."""
 
     def __init__(self, model: nn.Module, handle: WeightsHandle, memory: AttachedMemory, where: str) -> None:
         matched = match(model, handle, where)
@@ -168,14 +168,14 @@ class Binding:
         self._memory = memory
         self._static = [(entry, spec) for entry, spec in matched if spec.name in static]
         self._changing = [(entry, spec) for entry, spec in matched if spec.name not in static]
-        self._places = Places(model, [entry for entry, _ in matched])
+        self._held_objects = HeldObjects(model, [entry for entry, _ in matched])
         self._plans: dict[int, CopyPlan] = {}
         self._static_is_here = False
         self._moves: list[list[tuple[Tensor, Tensor]]] = []  # for each slot: parameter, its view there
 
     def fits(self, handle: WeightsHandle) -> bool:
         """Whether this is the handle that was matched, and the model still holds the parameters that it held then."""
-        return self._generation == handle.generation and self._places.first_replaced() is None
+        return self._generation == handle.generation and self._held_objects.first_replaced() is None
 
     # Aliasing
 
@@ -195,7 +195,7 @@ class Binding:
                 )
         self._alias(self._static, self._memory.blocks[0])
         self._alias(self._changing, self._memory.blocks[1 + slot])
-        self._places.remember()
+        self._held_objects.remember()
         views_by_slot = [self._views(block, self._changing) for block in self._memory.blocks[1:]]
         self._moves = [list(self._with_objects(slot_views)) for slot_views in views_by_slot]
 
@@ -215,7 +215,7 @@ class Binding:
         for entry, _ in (*self._static, *self._changing):
             old = entry.tensor.detach()
             entry.point_to(old.clone() if keep_weights else torch.empty_like(old, device="meta"))
-        self._places.remember()
+        self._held_objects.remember()
 
     # Pulling
 

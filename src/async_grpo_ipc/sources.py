@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from async_grpo_ipc.errors import MismatchError
-from async_grpo_ipc.model import ModelTensor, Places, identity, model_tensors
+from async_grpo_ipc.model import HeldObjects, ModelTensor, identity, model_tensors
 
 Write = Callable[[Mapping[str, Tensor]], None]
 
@@ -46,7 +46,7 @@ class Sources:
     dtype: torch.dtype | None = None
     complete: bool = False  # whether every parameter of a model is in here
     buffers: bool = False
-    places: Places = field(default_factory=lambda: Places(None, ()))  # to notice a model that was rebuilt
+    held: HeldObjects = field(default_factory=lambda: HeldObjects(None, ()))  # to notice a model that was rebuilt
     frozen: Sequence[ModelTensor] = ()  # the parameters of `static`
     write: Write | None = None  # fills the given tensors, where no process holds them whole
     written_on: torch.device | None = None  # the device of what `write` fills
@@ -78,7 +78,7 @@ class Sources:
             dtype=dtype,
             complete=sum(entry.is_parameter for entry in published) == len(model_tensors(model, buffers=False)),
             buffers=buffers,
-            places=Places(model, published),
+            held=HeldObjects(model, published),
             frozen=static,
         )
         sources._validate()
@@ -120,7 +120,7 @@ class Sources:
 
     def check(self) -> None:
         """Raise where publishing would silently miss a change of the model."""
-        replaced = self.places.first_replaced()
+        replaced = self.held.first_replaced()
         if replaced is not None:
             raise MismatchError(
                 f"{replaced} of the exported model was replaced by another object, so its new "

@@ -117,11 +117,11 @@ def fill_disk(run: MonkeyRun, random: Random) -> None:
 
 
 def plant_of_users(run: MonkeyRun, random: Random) -> None:
-    places = ("worker/notes.txt", "worker/queue/notes.txt", "worker/done/x/0.txt", "worker/alive/me.txt")
+    paths = ("worker/notes.txt", "worker/queue/notes.txt", "worker/done/x/0.txt", "worker/alive/me.txt")
     outputs = ("notes.txt", "checkpoint-best/model.safetensors", "checkpoint-8-backup/rollout_state.json")
-    place = random.choice((*places, *(f"checkpoints/{name}" for name in outputs)))
-    if (run.home / place).parts[-2] == "worker" or run.run_dir.is_dir():
-        run.plant_mine(run.home / place)
+    path = random.choice((*paths, *(f"checkpoints/{name}" for name in outputs)))
+    if (run.home / path).parts[-2] == "worker" or run.run_dir.is_dir():
+        run.plant_mine(run.home / path)
 
 
 def plant_in_queue(run: MonkeyRun, random: Random) -> None:

@@ -58,8 +58,8 @@ class MonkeyRun:
         }
         self.home, self.elsewhere, self._aside = (folder / name for name in ("home", "elsewhere", "aside"))
         self.run_dir, self.outputs = self.home / "worker", self.home / "checkpoints"
-        for place in (self.home, self.elsewhere, self._aside):
-            place.mkdir(parents=True)
+        for path in (self.home, self.elsewhere, self._aside):
+            path.mkdir(parents=True)
         self.mine: dict[Path, bytes] = {}  # the user's files, which nobody may touch
         self.victim = self.plant_mine(folder / "victim.txt")
         self.obstacles: dict[Path, Path | None] = {}  # planted -> what was in its place
@@ -175,10 +175,10 @@ class MonkeyRun:
     def _tree(self) -> set[tuple[str, int]]:
         found = set()
         for folder in (self.run_dir, self.outputs):
-            for place, _, names in os.walk(folder):
+            for inner, _, names in os.walk(folder):
                 for name in names:
                     with suppress(FileNotFoundError):
-                        found.add((f"{place}/{name}", os.lstat(f"{place}/{name}").st_size))
+                        found.add((f"{inner}/{name}", os.lstat(f"{inner}/{name}").st_size))
         return found
 
     # --- what is done to it

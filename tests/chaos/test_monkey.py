@@ -50,10 +50,10 @@ class Monkey(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        place = self.folder / f"run-{time.monotonic_ns()}"
-        place.mkdir()
-        self.why_no_small_disk = mount_small_disk(place)
-        self.run = MonkeyRun(place, self.expected)
+        folder = self.folder / f"run-{time.monotonic_ns()}"
+        folder.mkdir()
+        self.why_no_small_disk = mount_small_disk(folder)
+        self.run = MonkeyRun(folder, self.expected)
         self.counts["runs"] += 1
         self.sound = True
 
@@ -96,9 +96,9 @@ class Monkey(RuleBasedStateMachine):
             raise
 
 
-def _special(place: str, names: list[str]) -> list[str]:
+def _special(folder: str, names: list[str]) -> list[str]:
     """What cannot be copied, or only in hours."""
-    paths = [Path(place) / name for name in names]
+    paths = [Path(folder) / name for name in names]
     return [path.name for path in paths if not (path.is_dir() or path.is_file()) or path.stat().st_size > 1 << 24]
 
 

@@ -80,7 +80,7 @@ def test_what_the_clients_make_of_answers_and_refusals(tmp_path: Path) -> None:
         reward_funcs=[length],
         max_completion_length=300,
     )
-    reply = ScriptedGenerator(build_tokenizer(), lambda prompt, place: "42" if "<tool_response>" in prompt else call)
+    reply = ScriptedGenerator(build_tokenizer(), lambda prompt, index: "42" if "<tool_response>" in prompt else call)
     worker = InProcessWorker(trainer, Streaming(reply))
     with pytest.raises(Exception, match="one model, 'policy'"):
         worker.generate(jobs_of(chat_rows(1)))

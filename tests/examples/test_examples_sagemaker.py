@@ -396,9 +396,9 @@ def by_way_of_s3(checkpoints: Path, new: Path) -> None:
     """Only what S3 keeps: bytes of regular files, under their names; no modes, no empty folders, no pipes."""
     for path in checkpoints.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            place = new / path.relative_to(checkpoints)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
+            target = new / path.relative_to(checkpoints)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
 
 
 @pytest.mark.slow

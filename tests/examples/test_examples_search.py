@@ -37,8 +37,8 @@ def test_a_dialogue_that_searches_earns_its_rewards(
     search = json.dumps({"name": "search", ("args" if calls == "tags" else "arguments"): {"query": question}})
     call = f"<tool>{search}</tool>" if calls == "tags" else f"<tool_call>\n{search}\n</tool_call>"
 
-    def reply(prompt: str, place: int) -> str:
-        if place % 8:
+    def reply(prompt: str, index: int) -> str:
+        if index % 8:
             return "nothing"
         if "<tool_response>" in prompt or "<result>\n" in prompt:
             return f"<reasoning>So.</reasoning><answer>{row['aliases'][0]}</answer>"

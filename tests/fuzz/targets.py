@@ -73,22 +73,22 @@ def changed(draw: st.DrawFn, sound: dict[str, Any]) -> Any:
     """The object with up to three values inside it replaced, removed or added."""
     value: Any = json.loads(json.dumps(sound))
     for _ in range(draw(st.integers(0, 3))):
-        place = value
+        inner = value
         while True:
-            keys = list(place) if isinstance(place, dict) else range(len(place)) if isinstance(place, list) else []
+            keys = list(inner) if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else []
             if not keys:
                 break
             key = draw(st.sampled_from(list(keys)))
-            if isinstance(place[key], (dict, list)) and place[key] and draw(st.booleans()):
-                place = place[key]
+            if isinstance(inner[key], (dict, list)) and inner[key] and draw(st.booleans()):
+                inner = inner[key]
                 continue
             what = draw(st.integers(0, 9))
             if what == 0:
-                del place[key]
-            elif what == 1 and isinstance(place, dict):
-                place[draw(TEXTS)] = draw(VALUES)
+                del inner[key]
+            elif what == 1 and isinstance(inner, dict):
+                inner[draw(TEXTS)] = draw(VALUES)
             else:
-                place[key] = draw(VALUES)
+                inner[key] = draw(VALUES)
             break
     return value
 
@@ -143,7 +143,7 @@ def _group(job: Job) -> RolloutGroup:
 
 
 def _with_checksum(data: bytes) -> bytes:
-    """As `queue.codec` computes it: of everything but the eight digits at their fixed place."""
+    """As `queue.codec` computes it: of everything but the eight digits at their fixed offset."""
     at = 8 + len(b'{"__metadata__": {"crc32c": "')
     if len(data) < at + 8:
         return data

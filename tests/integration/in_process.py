@@ -384,7 +384,7 @@ def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[
 
 
 class ScriptedGenerator:
-    """Writes what a function of the prompt's text and its place in the batch says, instead of sampling."""
+    """Writes what a function of the prompt's text and its index in the batch says, instead of sampling."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, reply: Callable[[str, int], str]) -> None:
         self._tokenizer = tokenizer
@@ -392,8 +392,8 @@ class ScriptedGenerator:
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
         texts = [
-            self._reply(self._tokenizer.decode(ids), place) + self._tokenizer.eos_token
-            for place, ids in enumerate(prompt_ids)
+            self._reply(self._tokenizer.decode(ids), index) + self._tokenizer.eos_token
+            for index, ids in enumerate(prompt_ids)
         ]
         completion_ids = [self._tokenizer(text)["input_ids"] for text in texts]
         return completion_ids, [[-3.0] * len(ids) for ids in completion_ids]
@@ -413,5 +413,5 @@ class ScriptedEngine(BatchEngine):
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
         completions = iter(as_tokens(*self._script.generate([ids for group in groups for ids in group.prompt_ids])))
-        for group in groups:  # the place in the batch is counted over all of them, as in TRL
+        for group in groups:  # the index in the batch is counted over all of them, as in TRL
             yield [SampledGroup(prepared=group, tokens=[next(completions) for _ in group.prompt_ids])]

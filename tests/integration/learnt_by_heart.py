@@ -34,8 +34,8 @@ class Scripted(ScriptedEngine):
     def __init__(self, tokenizer: Any, answers: Sequence[str]) -> None:
         left, answer = iter(answers), [""]
 
-        def reply(prompt: str, place: int) -> str:
-            if place == 0:
+        def reply(prompt: str, index: int) -> str:
+            if index == 0:
                 answer[0] = next(left)
             return answer[0]
 

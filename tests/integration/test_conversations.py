@@ -25,7 +25,7 @@ TURN = "<|im_start|>assistant\n"
 def trainer_of(tmp_path: Path, batches: list[int], tokens: int = 200, chat_template: str = CHATML) -> Any:
     """A trainer whose model numbers its messages, and that notes how many prompts it got together."""
     trainer: Any = settings(tmp_path, chat_template=chat_template, max_completion_length=tokens)()
-    script = ScriptedGenerator(trainer.processing_class, lambda prompt, place: f"m{prompt.count(TURN)}")
+    script = ScriptedGenerator(trainer.processing_class, lambda prompt, index: f"m{prompt.count(TURN)}")
 
     def sample(prompt_ids: list[list[int]], *_: Any) -> Any:
         batches.append(len(prompt_ids))

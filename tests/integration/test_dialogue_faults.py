@@ -47,7 +47,7 @@ class Waiting:
         return "done"
 
 
-def calls(prompt: str, place: int) -> str:
+def calls(prompt: str, index: int) -> str:
     return "done" if "<tool_response>" in prompt else written(("double", {"number": 3}))
 
 
@@ -99,7 +99,7 @@ def test_what_is_dropped_between_two_turns_is_begun_again(engine_of: Any, tmp_pa
     """As when the weights were lost: the worker closes its engine, and its jobs are claimed again."""
     Waiting.goes_on.clear()
 
-    def asks(prompt: str, place: int) -> str:
+    def asks(prompt: str, index: int) -> str:
         return "well" if "<tool_response>" in prompt else written(("waits", {}))
 
     worker = worker_of(tmp_path, engine_of, asks, environment_factory=Waiting)

@@ -76,7 +76,7 @@ async def slowly(number: int) -> int:
     return number + 1
 
 
-SCRIPT: list[list[str]] = [  # by the completion's place in the batch, what it writes turn by turn
+SCRIPT: list[list[str]] = [  # by the completion's index in the batch, what it writes turn by turn
     ["no tool at all"],
     [written(("double", {"number": 2})), written(("double", {"number": 4})), "eight"],
     [written(("slowly", {"number": 1}), ("double", {"number": 3}), ("slowly", {"number": 5})), "many"],
@@ -89,11 +89,11 @@ SCRIPT: list[list[str]] = [  # by the completion's place in the batch, what it w
 TOOLS = [double, breaks, essay, slowly]
 
 
-def reply(prompt: str, place: int) -> str:
+def reply(prompt: str, index: int) -> str:
     """What comes next in the dialogue of this prompt; its first turn says which it is."""
     said = prompt.split("<|im_start|>assistant\n")[1:]
     if not said[0]:
-        return f"{place}#{SCRIPT[place][0]}"
+        return f"{index}#{SCRIPT[index][0]}"
     script = SCRIPT[int(said[0][0])]
     return script[min(len(said) - 1, len(script) - 1)]
 
@@ -171,8 +171,8 @@ def test_a_tool_that_hangs_and_one_that_exits_cost_their_dialogue_a_text(tmp_pat
         ended.wait(120)
         return ""
 
-    def hanging(prompt: str, place: int) -> str:
-        asked = written(("hangs", {"text": "exit" if place else "godot"}))
+    def hanging(prompt: str, index: int) -> str:
+        asked = written(("hangs", {"text": "exit" if index else "godot"}))
         return "well" if "<tool_response>" in prompt else asked
 
     trainer = settings(tmp_path, {"tools": [hangs]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400)()
@@ -215,7 +215,7 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
         assert others_ended.wait(120), "the other groups wait for this tool"
         return number
 
-    def slow(prompt: str, place: int) -> str:
+    def slow(prompt: str, index: int) -> str:
         if "<tool_response>" in prompt:
             return "done"
         return written(("waits" if "\na<|im_end|>" in prompt else "double", {"number": 1}))
@@ -241,13 +241,13 @@ def test_the_model_reads_what_a_tool_wrote_and_the_loss_does_not(tmp_path: Path)
     tool_tokens = (inputs["tool_mask"][row] * inputs["completion_mask"][row] == 0) & inputs["completion_mask"][
         row
     ].bool()
-    place = int(tool_tokens.nonzero()[0])
+    position = int(tool_tokens.nonzero()[0])
     changed = {**inputs, "completion_ids": inputs["completion_ids"].clone()}
-    changed["completion_ids"][row, place] = (changed["completion_ids"][row, place] + 1) % 90
+    changed["completion_ids"][row, position] = (changed["completion_ids"][row, position] + 1) % 90
 
     before, after = (logprobs_of(trainer, batch)[row] for batch in (inputs, changed))
-    written_later = inputs["completion_mask"][row].bool() & (torch.arange(len(before)) > place)
-    assert torch.equal(before[:place], after[:place])
+    written_later = inputs["completion_mask"][row].bool() & (torch.arange(len(before)) > position)
+    assert torch.equal(before[:position], after[:position])
     assert not torch.allclose(before[written_later], after[written_later])
 
     gradients: list[torch.Tensor] = []

@@ -11,7 +11,7 @@ from runs import SETUP, Command, command, finish, gone, read, steps_logged
 from safetensors.torch import load_file
 
 from async_grpo.deltas.chain import Chain
-from async_grpo.deltas.places import chain_folder
+from async_grpo.deltas.chain_folder import chain_folder
 from async_grpo.deltas.tensors import as_tensors
 
 pytestmark = pytest.mark.integration

@@ -96,8 +96,8 @@ class ShiftsPositions(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         def shifted(module: Any, _: Any, given: dict[str, Any]) -> Any:
-            places = torch.arange(given["input_ids"].shape[1]) ** 2
-            return (), {**given, "position_ids": places[None].expand_as(given["input_ids"])}
+            positions = torch.arange(given["input_ids"].shape[1]) ** 2
+            return (), {**given, "position_ids": positions[None].expand_as(given["input_ids"])}
 
         hook = model.register_forward_pre_hook(shifted, with_kwargs=True)
         try:

@@ -98,8 +98,8 @@ def check_sft(rows: Any, trainer: Any) -> None:
 
 
 def check_rows(rows: list[dict[str, Any]], tokenizer: Any) -> None:
-    places = [(row["problem"], row["wave"], row["request"], row["sample"]) for row in rows]
-    assert places == sorted(set(places)) and {place[0] for place in places} == set(range(PROBLEMS))
+    keys = [(row["problem"], row["wave"], row["request"], row["sample"]) for row in rows]
+    assert keys == sorted(set(keys)) and {key[0] for key in keys} == set(range(PROBLEMS))
     roll_ins = {row["problem"]: row for row in rows if row["wave"] == 0}
     continued = [row for row in rows if row["wave"] == 1]
     assert len(continued) == 2 * len({row["problem"] for row in continued}) > PROBLEMS

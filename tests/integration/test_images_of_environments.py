@@ -62,10 +62,10 @@ def test_an_image_from_reset_is_sampled_from_and_trained_on(tmp_path: Path) -> N
     assert set(run.inputs[0]["num_images"]) == {1}
 
 
-def looks(prompt: str, place: int) -> str:
+def looks(prompt: str, index: int) -> str:
     if "here" in prompt:
         return "seen"
-    return f"a{LOOK}" if place % 2 == 0 else "no thanks"
+    return f"a{LOOK}" if index % 2 == 0 else "no thanks"
 
 
 class ScriptedTRL(GRPOTrainer):

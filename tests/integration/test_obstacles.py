@@ -53,14 +53,14 @@ def test_an_obstacle_is_named_or_overcome(tmp_path: Path, entry: str, obstacle: 
     state = prepare(run.root, planned(Path("my_trainer.py")))
     for folder in ("alive", "tmp"):
         (run.root / folder).mkdir(mode=0o700, exist_ok=True)
-    place = run.root / entry
-    if place.is_dir():
-        place.rmdir()
-    place.unlink(missing_ok=True)
+    path = run.root / entry
+    if path.is_dir():
+        path.rmdir()
+    path.unlink(missing_ok=True)
     if obstacle == "link":
-        place.symlink_to(victim)
+        path.symlink_to(victim)
     else:
-        OBSTACLES[obstacle](place)
+        OBSTACLES[obstacle](path)
     steps: list[Callable[[], object]] = [lambda: begin_training(run, state)]
     steps += [lambda name=name: main([name, str(run.root)]) for name in ("audit", "status", "rollouts")]
     steps += [lambda: summary.show(run), lambda: prepare(run.root, planned(Path("my_trainer.py"), resume=True))]

@@ -105,9 +105,9 @@ def two_turns(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:
     return {"final": second["content"]}
 
 
-def counts(prompt: str, place: int) -> str:
+def counts(prompt: str, index: int) -> str:
     turn = prompt.count("<|im_start|>assistant") - 1
-    return f"turn {turn} of {place}"
+    return f"turn {turn} of {index}"
 
 
 @engines
@@ -150,9 +150,9 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         computed = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
-        own = [place for place, value in enumerate(mask) if value]
+        own = [index for index, value in enumerate(mask) if value]
         assert len(own) == 12 < len(ids)
-        assert [recorded[place] for place in own] == pytest.approx([computed[place] for place in own], abs=1e-4)
+        assert [recorded[index] for index in own] == pytest.approx([computed[index] for index in own], abs=1e-4)
 
 
 class NewWeightsEachTurn(Streaming):
@@ -184,7 +184,7 @@ def test_tools_of_an_agent(tmp_path: Path) -> None:
         result = {"role": "tool", "tool_call_id": call["id"], "content": str(2 * number)}
         said(endpoint, [*prompt, first, result], tools=[DOUBLE])
 
-    def reply(prompt: str, place: int) -> str:
+    def reply(prompt: str, index: int) -> str:
         return "done" if "<tool_response>" in prompt else written(("double", {"number": 21}))
 
     [group] = worker_of(tmp_path, agent, Streaming, reply).generate(jobs_of(chat_rows(1)))

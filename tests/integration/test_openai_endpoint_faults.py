@@ -86,11 +86,11 @@ def test_a_refused_request_fails_its_group_whatever_the_agent_does(agent: Any, s
 def test_what_a_sibling_asks_after_its_group_has_failed_is_answered_with_the_first_error(
     tmp_path: Path, warnings: list[str]
 ) -> None:
-    failed, answers, places = threading.Event(), [], itertools.count()
+    failed, answers, numbers = threading.Event(), [], itertools.count()
     asked = threading.Event()
 
     def agent(prompt: list[Any], endpoint: Endpoint) -> None:
-        if next(places) == 0:
+        if next(numbers) == 0:
             posted(endpoint, prompt, n=2)
             return
         assert failed.wait(DEADLINE_S)
@@ -211,7 +211,7 @@ def test_an_agent_that_raises_keeps_what_the_model_said(tmp_path: Path) -> None:
         return {"answer": answer}
 
     replies = iter(["turn 0", "turn 1"])
-    group = one(streaming(tmp_path, agent, lambda prompt, place: next(replies)))
+    group = one(streaming(tmp_path, agent, lambda prompt, index: next(replies)))
     errors = sorted((row["agent_error"] or "", row["answer"]) for row in group.rows)
     assert errors == [("", "turn 1"), ("KeyError: 'turn 0'", None)]
     assert group.metrics["agent/failure_frequency"] == [0.5]

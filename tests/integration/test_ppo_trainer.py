@@ -156,7 +156,7 @@ def test_a_critic_begins_as_the_policy_with_a_head_of_the_seed(tmp_path: Path) -
 
 def test_rows_without_a_reward_are_left_out(tmp_path: Path) -> None:
     def some(completions: list[Any], **_: Any) -> list[float | None]:
-        return [None if place % 4 == 1 else score for place, score in enumerate(letters(completions))]
+        return [None if index % 4 == 1 else score for index, score in enumerate(letters(completions))]
 
     run = InProcessRun(ppo_trainer(tmp_path, max_steps=1, reward_funcs=some)).train()
     rewards = torch.cat([torch.from_numpy(group.rewards) for group in run.groups])[:, 0]
@@ -190,18 +190,18 @@ def test_turns_of_a_dialogue(tmp_path: Path) -> None:
     assert 0 < lost.sum() < len(lost), "a completion without an end counts for nothing"
     values, returns = batch["values"], batch["returns"]
     with_call = next(row for row in range(8) if not lost[row] and not batch["tool_mask"][row].all())
-    places = written[with_call].nonzero()[:, 0].tolist()
-    ends = [at for at, after in zip(places, [*places[1:], None], strict=True) if after != at + 1]
+    indices = written[with_call].nonzero()[:, 0].tolist()
+    ends = [at for at, after in zip(indices, [*indices[1:], None], strict=True) if after != at + 1]
     assert len(ends) == 2
     right: dict[int, float] = {}
     value, advantage = 0.0, 0.0
-    for at in reversed(places):  # the recursion once more, with the rewards at the ends
+    for at in reversed(indices):  # the recursion once more, with the rewards at the ends
         reward = {ends[0]: 0.2, ends[1]: 0.0}.get(at, 0.0)
         error = reward + 0.98 * value - float(values[with_call, at])
         advantage = error + 0.98 * 0.9 * advantage
         value = float(values[with_call, at])
         right[at] = advantage + value
-    assert [float(returns[with_call, at]) for at in places] == pytest.approx([right[at] for at in places], abs=1e-5)
+    assert [float(returns[with_call, at]) for at in indices] == pytest.approx([right[at] for at in indices], abs=1e-5)
     assert run.logs[0]["reward/turn"] > 0
 
 

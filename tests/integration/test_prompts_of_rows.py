@@ -85,9 +85,9 @@ def test_environments_whose_reset_varies(with_prompt: bool, tmp_path: Path) -> N
 
 def test_a_rollout_func_with_a_prompt_for_each_completion(tmp_path: Path) -> None:
     def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        texts = [f"{prompt}{place}" for place, prompt in enumerate(prompts)]
+        texts = [f"{prompt}{index}" for index, prompt in enumerate(prompts)]
         tokenizer = trainer.processing_class
-        completion_ids = tokenizer([f"{place}" for place in range(len(prompts))])["input_ids"]
+        completion_ids = tokenizer([f"{index}" for index in range(len(prompts))])["input_ids"]
         return {
             "prompt_ids": tokenizer(texts)["input_ids"],
             "completion_ids": completion_ids,

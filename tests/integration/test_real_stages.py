@@ -58,7 +58,7 @@ def test_a_killed_stage_of_the_second_round_is_run_again_alone(tmp_path: Path) -
 
 def test_a_reward_model_scores_a_dataset_of_files(tmp_path: Path) -> None:
     tokenizer = words_tokenizer(LETTERS)
-    posts = [json.dumps({"prompt": " ".join(LETTERS[place % 8] for place in range(n % 5 + 1))}) for n in range(24)]
+    posts = [json.dumps({"prompt": " ".join(LETTERS[index % 8] for index in range(n % 5 + 1))}) for n in range(24)]
     (tmp_path / "posts.jsonl").write_text("\n".join(posts) + "\n")
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

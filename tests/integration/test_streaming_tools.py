@@ -92,7 +92,7 @@ def kept(token: int) -> bytes:
 
 
 class Played:
-    """Answers first turns with a call in the first place, as version 4, and later turns as version 5."""
+    """Answers first turns with a call in the first one, as version 4, and later turns as version 5."""
 
     capabilities, most_groups = VLLM, GROUPS
 
@@ -117,7 +117,7 @@ class Played:
 
     def _answer(self, turn: PreparedGroup) -> SampledGroup:
         assert len(turn.prompt_ids) == 1
-        ids = self._tokenizer(self._answers[turn.turn][turn.place] + self._tokenizer.eos_token)["input_ids"]
+        ids = self._tokenizer(self._answers[turn.turn][turn.first_index] + self._tokenizer.eos_token)["input_ids"]
         return SampledGroup(
             prepared=turn,
             tokens=[

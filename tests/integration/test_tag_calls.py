@@ -20,7 +20,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CALL = '<tool>{"name": "double", "args": {"number": %s}}</tool>'
-SCRIPT: list[list[str]] = [  # by the completion's place, what it writes turn by turn
+SCRIPT: list[list[str]] = [  # by the completion's index, what it writes turn by turn
     [CALL % 2, CALL % 4, "<answer>eight</answer>"],
     ["<tool>double(2)</tool>", CALL % '"x"', CALL.replace("double", "absent") % 1, "<answer>none</answer>"],
     [CALL % 3 + CALL % 5 + " and so on", "<answer>6</answer> or 10"],
@@ -37,10 +37,10 @@ def double(number: int) -> int:
     return number + number if isinstance(number, int) else int("not a number")
 
 
-def reply(prompt: str, place: int) -> str:
+def reply(prompt: str, index: int) -> str:
     said = prompt.split("<|im_start|>assistant\n")[1:]
-    script = SCRIPT[place if not said[0] else int(said[0][0])]
-    return (f"{place}#" if not said[0] else "") + script[min(len(said) - 1, len(script) - 1)]
+    script = SCRIPT[index if not said[0] else int(said[0][0])]
+    return (f"{index}#" if not said[0] else "") + script[min(len(said) - 1, len(script) - 1)]
 
 
 class Tagged(GRPOTrainer):

@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_
 def test_the_best_checkpoint_is_found_again_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative output_dir: the state names a place that only the folder of the first start has."""
+    """A relative output_dir: the state names a path that only the folder of the first start has."""
     steps = {"save_strategy": "steps", "save_steps": 1}
     fit(NotedRun(lambda: build_trainer(tmp_path, max_steps=2, **steps)).trainer, resume_from=None)
     for step in (1, 2):

@@ -69,7 +69,7 @@ def test_the_cache_that_workers_sample_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [1, 3])
 def test_the_limit_of_tool_calls(limit: int, tmp_path: Path) -> None:
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    engine = ScriptedEngine(ScriptedGenerator(tokenizer, lambda prompt, place: f"again{TOOL_CALL}"))
+    engine = ScriptedEngine(ScriptedGenerator(tokenizer, lambda prompt, index: f"again{TOOL_CALL}"))
     get_trainer = settings(
         tmp_path,
         {"tools": [multiply]},

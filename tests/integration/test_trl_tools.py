@@ -37,11 +37,11 @@ BAD_CALL = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
 TOOL_RESULT = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
-def calls_multiply(prompt: str, place: int) -> str:
+def calls_multiply(prompt: str, index: int) -> str:
     """Calls the tool in every second completion, and uses its result."""
     if "<tool_response>" in prompt:
         return "twelve"
-    return f"let me see{TOOL_CALL}" if place % 2 == 0 else "eleven"
+    return f"let me see{TOOL_CALL}" if index % 2 == 0 else "eleven"
 
 
 class ScriptedTRL(GRPOTrainer):
@@ -199,9 +199,9 @@ def test_a_dialogue_ends_where_the_context_of_the_engine_ends(tmp_path: Path) ->
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
     prompt_tokens = len(tokenizer.apply_chat_template(chat_rows(1)[0]["prompt"], tools=[multiply])["input_ids"])
 
-    def reply(prompt: str, place: int) -> str:
+    def reply(prompt: str, index: int) -> str:
         assert "<tool_response>" not in prompt, "the engine would refuse it"
-        return calls_multiply(prompt, place)
+        return calls_multiply(prompt, index)
 
     worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(tokenizer, reply)))
     worker.trl.end_dialogues_before(prompt_tokens + 120)
@@ -219,8 +219,8 @@ def test_failing_tool_calls_are_counted(tmp_path: Path) -> None:
         max_completion_length=256,
     )
 
-    def calls_divide(prompt: str, place: int) -> str:
-        return "sorry" if "<tool_response>" in prompt else (BAD_CALL if place % 4 == 0 else "no")
+    def calls_divide(prompt: str, index: int) -> str:
+        return "sorry" if "<tool_response>" in prompt else (BAD_CALL if index % 4 == 0 else "no")
 
     run = scripted(get_trainer, calls_divide)
     assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_divide)))
@@ -257,11 +257,11 @@ class Counting:
         return -float(abs(self.total - self.target))
 
 
-def adds_three(prompt: str, place: int) -> str:
+def adds_three(prompt: str, index: int) -> str:
     if "<tool_response>" in prompt:
         return "done"
     assert " Reach " in prompt, "the observation of reset() must be in the prompt"
-    return '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>' if place % 2 else "nothing"
+    return '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>' if index % 2 else "nothing"
 
 
 @pytest.mark.parametrize("with_eval", [False, True], ids=["training", "training and evaluation"])
@@ -305,13 +305,13 @@ def test_a_rollout_func_of_the_user_runs_in_the_worker(tmp_path: Path) -> None:
 
     def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         calls.append(trainer)
-        ids = trainer.processing_class([f"{place % 2}xy" for place in range(len(prompts))])["input_ids"]
+        ids = trainer.processing_class([f"{index % 2}xy" for index in range(len(prompts))])["input_ids"]
         return {
             "prompt_ids": trainer.processing_class(prompts)["input_ids"],
             "completion_ids": ids,
             "logprobs": [[-1.0] * len(row) for row in ids],
             "env_mask": [[1, 0, 1] for _ in ids],
-            "score": [float(place % 2) for place in range(len(prompts))],
+            "score": [float(index % 2) for index in range(len(prompts))],
         }
 
     def given(completions: list[str], score: list[float], **_: Any) -> list[float]:

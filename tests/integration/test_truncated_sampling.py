@@ -62,9 +62,9 @@ class Truncating(BatchEngine):
             logits = self.trainer.model(torch.tensor([prompt + ids])).logits[0, -1] / TEMPERATURE
             left = nucleus(logits)
             log_mu = torch.log_softmax(logits[left], dim=-1)
-            place = int(torch.multinomial(log_mu.exp(), 1))
-            ids.append(int(left[place]))
-            logprobs.append(float(log_mu[place]))
+            position = int(torch.multinomial(log_mu.exp(), 1))
+            ids.append(int(left[position]))
+            logprobs.append(float(log_mu[position]))
             sets.append(left.int().numpy().tobytes())
         return ids, logprobs, sets
 
@@ -108,10 +108,10 @@ def explicit_loss(model: Any, batch: dict[str, Any], groups: Sequence[RolloutGro
     logits_BCV = model(input_ids=ids_BL, attention_mask=mask_BL).logits[:, -length - 1 : -1] / TEMPERATURE
     for row, ids in enumerate(batch["completion_ids"]):
         of_row = []
-        for place in range(int(batch["completion_mask"][row].sum())):
-            cut = torch.full_like(logits_BCV[row, place], -torch.inf)
+        for position in range(int(batch["completion_mask"][row].sum())):
+            cut = torch.full_like(logits_BCV[row, position], -torch.inf)
             cut[next(kept)] = 0.0
-            of_row.append(torch.log_softmax(logits_BCV[row, place] + cut, dim=-1)[ids[place]])
+            of_row.append(torch.log_softmax(logits_BCV[row, position] + cut, dim=-1)[ids[position]])
         ratio = torch.exp(torch.stack(of_row) - batch["sampling_per_token_logps"][row, : len(of_row)])
         advantage = batch["advantages"][row]
         clipped = ratio.clamp(1 - epsilon, 1 + epsilon)

@@ -39,10 +39,10 @@ from async_grpo.training.trl_trainer import uniform_rewards
 pytestmark = pytest.mark.integration
 
 
-def reply(prompt: str, place: int) -> str:
+def reply(prompt: str, index: int) -> str:
     if "<tool_response>" in prompt:
-        return "four" if place % 2 else "eight"
-    return written(("double", {"number": place % 4 + 1})) if place % 4 else "no"
+        return "four" if index % 2 else "eight"
+    return written(("double", {"number": index % 4 + 1})) if index % 4 else "no"
 
 
 class Script(ScriptedGenerator):

@@ -41,11 +41,11 @@ TEXTS = [f"text {letter}." for letter in "abcdefgh"]
 CALL = '<tool_call>\n{{"name": "odd", "arguments": {{"number": {number}}}}}\n</tool_call>'
 
 
-def calls_odd(prompt: str, place: int) -> str:
+def calls_odd(prompt: str, index: int) -> str:
     """Each completion of each prompt calls the tool for another value."""
     if "<tool_response>" in prompt:
         return "twelve"
-    number = 2 * [text in prompt for text in TEXTS].index(True) + place % 2
+    number = 2 * [text in prompt for text in TEXTS].index(True) + index % 2
     return f"let me see{CALL.format(number=number)}"
 
 
@@ -111,9 +111,9 @@ NO_TEXT_OF_TRL = {  # plain TRL ends with an exception, or never comes to an end
 }
 
 
-@pytest.mark.parametrize("place", [with_tool, with_environment])
-def test_what_a_tool_returns_is_what_trl_makes_of_it(place: Any, tmp_path: Path) -> None:
-    get_trainer = place(tmp_path, [*ODD.values()])
+@pytest.mark.parametrize("trainer_with", [with_tool, with_environment])
+def test_what_a_tool_returns_is_what_trl_makes_of_it(trainer_with: Any, tmp_path: Path) -> None:
+    get_trainer = trainer_with(tmp_path, [*ODD.values()])
     run = scripted(get_trainer, calls_odd)
     assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_odd)))
     assert [entry["tools/failure_frequency"] for entry in run.logs] == [0, 0]
@@ -121,16 +121,16 @@ def test_what_a_tool_returns_is_what_trl_makes_of_it(place: Any, tmp_path: Path)
     assert {*map(str, ODD.values())} == {*map(str, results)}
 
 
-@pytest.mark.parametrize("place", [with_tool, with_environment])
-def test_what_trl_does_not_survive_costs_a_group_at_most(place: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer_with", [with_tool, with_environment])
+def test_what_trl_does_not_survive_costs_a_group_at_most(trainer_with: Any, tmp_path: Path) -> None:
     values = [*NO_TEXT_OF_TRL.values()]
     script = ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), calls_odd)
-    worker = InProcessWorker(place(tmp_path, values)(), ScriptedEngine(script))
+    worker = InProcessWorker(trainer_with(tmp_path, values)(), ScriptedEngine(script))
     groups: list[RolloutGroup] = []
     for job in jobs_of([{"prompt": [{"role": "user", "content": text}]} for text in TEXTS[:3]]):
         with suppress(Exception):  # of the group, which fails
             groups += worker.rollouts([job])
-    assert is_refused_or_trained_on(groups, place(tmp_path / "server", ["12"])())
+    assert is_refused_or_trained_on(groups, trainer_with(tmp_path / "server", ["12"])())
     assert groups[0].job.seq == 0, "the model reads a text of what is too long, or cannot be encoded"
 
 
@@ -160,7 +160,7 @@ def test_what_an_agent_puts_into_a_message_costs_a_group_at_most(content: Any, t
         statuses.append(answer.status)
         return {"seen": content}
 
-    worker = worker_of(tmp_path, agent, ScriptedEngine, lambda prompt, place: "text")
+    worker = worker_of(tmp_path, agent, ScriptedEngine, lambda prompt, index: "text")
     groups: list[RolloutGroup] = []
     with suppress(Exception):  # of the group, which fails
         groups += worker.rollouts(jobs_of(chat_rows(1)))

@@ -45,7 +45,7 @@ def scripted_rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return {
         "prompt_ids": trainer.processing_class(prompts)["input_ids"],
         "completion_ids": ids,
-        "logprobs": [[-0.5 - place for place in range(len(row))] for row in ids],
+        "logprobs": [[-0.5 - index for index in range(len(row))] for row in ids],
         "env_mask": [[1, 0, 1][: len(row)] for row in ids],
-        "score": [float(place) for place in range(len(prompts))],
+        "score": [float(index) for index in range(len(prompts))],
     }

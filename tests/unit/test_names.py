@@ -26,12 +26,12 @@ MAKERS = (
 
 def test_no_class_has_the_name_of_another() -> None:
     """A `_` in front of it makes no difference."""
-    places: defaultdict[str, list[str]] = defaultdict(list)
+    definitions: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(SRC.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                places[node.name.lstrip("_")].append(f"{path.relative_to(SRC)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+                definitions[node.name.lstrip("_")].append(f"{path.relative_to(SRC)}:{node.lineno}")
+    assert {name: found for name, found in definitions.items() if len(found) > 1} == {}
 
 
 def test_each_tensor_names_its_dtype_and_device() -> None:

@@ -210,8 +210,8 @@ def made(job: Job, version: int, ids: list[list[int]], versions: list[list[int]]
         completions=["c"] * size,
         prompt_ids=prompts_of(job),
         tokens=[
-            Tokens(row, [-0.5] * len(row), versions=versions[place] if versions else [NO_VERSION] * len(row))
-            for place, row in enumerate(ids)
+            Tokens(row, [-0.5] * len(row), versions=versions[index] if versions else [NO_VERSION] * len(row))
+            for index, row in enumerate(ids)
         ],
         has_masks=False,
         environments=None,

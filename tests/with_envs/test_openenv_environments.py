@@ -126,11 +126,11 @@ def calls(name: str, arguments: str) -> str:
 
 
 def test_the_template_environment_of_openenv_is_played_and_scores(tmp_path: Path) -> None:
-    def reply(prompt: str, place: int) -> str:
+    def reply(prompt: str, index: int) -> str:
         if "<tool_response>" in prompt:
             return "done"
         assert "Echo environment ready!" in prompt
-        return calls("step", '{"message": "hello"}' if place % 2 else '{"text": "hello"}')
+        return calls("step", '{"message": "hello"}' if index % 2 else '{"text": "hello"}')
 
     from_template(tmp_path)
     with served("echo_env.server.app:app", tmp_path) as (url, server):
@@ -154,7 +154,7 @@ def test_a_server_that_is_lost_in_an_episode_fails_the_group(tmp_path: Path) -> 
     from_template(tmp_path)
     with served("echo_env.server.app:app", tmp_path) as (url, server):
 
-        def reply(prompt: str, place: int) -> str:
+        def reply(prompt: str, index: int) -> str:
             if "<tool_response>" in prompt:
                 return "done"
             server.kill()
@@ -169,11 +169,11 @@ def test_a_server_that_is_lost_in_an_episode_fails_the_group(tmp_path: Path) -> 
 def test_listed_tools_become_tools(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(LISTED)
 
-    def reply(prompt: str, place: int) -> str:
+    def reply(prompt: str, index: int) -> str:
         if "<tool_response>" in prompt:
             return "done"
         assert '"name": "price"' in prompt
-        return calls("price", '{"article": "tea", "count": 2}' if place % 2 else '{"count": 2}')
+        return calls("price", '{"article": "tea", "count": 2}' if index % 2 else '{"count": 2}')
 
     with served("shop:app", tmp_path) as (url, _):
         (group,) = worker_of(openenv_environment(url), reply, tmp_path).rollouts(jobs_of(chat_rows(1)))

@@ -56,11 +56,11 @@ def worker_of(environment: VerifiersEnvironment, folder: Path, reply: Any, **set
     return InProcessWorker(trainer_of(environment, folder, **settings), ScriptedEngine(script))
 
 
-def adds(prompt: str, place: int) -> str:
+def adds(prompt: str, index: int) -> str:
     """One episode calls the tool and answers; another calls it wrongly, and then a tool that there is not."""
     turn = prompt.count(TURN)
     if turn == 1:
-        return [CALL % (1, 1), CALL % (-1, 1)][place % 2]
+        return [CALL % (1, 1), CALL % (-1, 1)][index % 2]
     if CALL % (1, 1) in prompt:
         return "2"
     return ["", "", CALL.replace("add", "divide") % (2, 1), "3"][turn]
@@ -89,10 +89,10 @@ def test_rewards_and_tools_are_the_tasksets_own(tmp_path: Path) -> None:
 
 
 def test_tools_of_the_taskset_are_shared_and_their_texts_are_readable(tmp_path: Path) -> None:
-    def reads(prompt: str, place: int) -> str:
+    def reads(prompt: str, index: int) -> str:
         if "<tool_response>" in prompt:
             return "2"
-        return f'<tool_call>\n{{"name": "text", "arguments": {{"length": {70_000 if place % 2 else 3}}}}}\n</tool_call>'
+        return f'<tool_call>\n{{"name": "text", "arguments": {{"length": {70_000 if index % 2 else 3}}}}}\n</tool_call>'
 
     Library.started = 0
     environment = load_environment("sums_taskset")
@@ -134,10 +134,10 @@ def test_it_is_the_same_in_plain_trl(tmp_path: Path) -> None:
 WORDS = "apple table chair river stone bread light night house mouse plant water cloud train green brown sugar paper"
 
 
-def finds(prompt: str, place: int) -> str:
+def finds(prompt: str, index: int) -> str:
     """One player finds each word on the board, one a turn; the other guesses."""
     turn = prompt.count(TURN)
-    if place if turn == 1 else "It is there" not in prompt:
+    if index if turn == 1 else "It is there" not in prompt:
         return "Perhaps [0 0 0 1]"
     board = {int(row): re.findall(r"\w", cells) for row, cells in re.findall(r"R(\d\d)((?:\s+\[?\w\]?)+)\s*\n", prompt)}
     words = prompt.rsplit("Placed Words: ", 1)[1].split("\n")[0].split(", ")

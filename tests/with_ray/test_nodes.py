@@ -299,8 +299,8 @@ class Node(FarNodeOnRay):
 
 def start(cluster, machine):
     actor = cluster._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(Node)
-    place = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
-    return RayNode(actor.options(num_cpus=1, scheduling_strategy=place).remote(), cluster._ray)
+    affinity = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+    return RayNode(actor.options(num_cpus=1, scheduling_strategy=affinity).remote(), cluster._ray)
 
 
 def is_late(node, piece, patience_s):

@@ -50,6 +50,6 @@ def test_the_turns_of_an_agent_on_the_engine(tmp_path: Path) -> None:
             with torch.no_grad():
                 logits = trainer.model(input_ids=torch.tensor([[*group.prompt_ids.tolist(), *ids]])).logits[0]
             computed = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)[range(size), ids].tolist()
-            own = [place for place, value in enumerate(mask) if value]
+            own = [index for index, value in enumerate(mask) if value]
             assert 0 < len(own) < size
-            assert [recorded[place] for place in own] == pytest.approx([computed[place] for place in own], abs=0.02)
+            assert [recorded[index] for index in own] == pytest.approx([computed[index] for index in own], abs=0.02)

@@ -163,7 +163,7 @@ def test_the_second_turn_of_a_short_dialogue_finds_the_first_one_in_the_cache(
     greedy: tuple[GRPOTrainer, VLLMEngine],
 ) -> None:
     _, engine = greedy
-    first = [3 + place % 30 for place in range(70)]
+    first = [3 + index % 30 for index in range(70)]
     run(engine, {"first turn": first}, version=0)
     engine.submit("second turn", [*first, 5, 6], seed=None, version=0)
     ended: list[Any] = []

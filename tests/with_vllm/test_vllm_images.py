@@ -134,10 +134,10 @@ def sample(engine: VLLMEngine, groups: Sequence[PreparedGroup], between: Callabl
     return sorted(ended, key=lambda group: group.prepared.job.seq)
 
 
-def expected(trl: RolloutTrainer, group: SampledGroup, place: int) -> torch.Tensor:
+def expected(trl: RolloutTrainer, group: SampledGroup, index: int) -> torch.Tensor:
     """The log-probabilities that transformers computes for a completion, [tokens]."""
-    prompt, ids = group.prepared.prompt_ids[place], group.tokens[place].ids
-    fields = group.prepared.fields[place] if group.prepared.fields else {}
+    prompt, ids = group.prepared.prompt_ids[index], group.tokens[index].ids
+    fields = group.prepared.fields[index] if group.prepared.fields else {}
     inputs = {
         name: value if isinstance(value, torch.Tensor) else torch.tensor([[*value[0], *[0] * len(ids)]])
         for name, value in fields.items()
@@ -150,8 +150,8 @@ def expected(trl: RolloutTrainer, group: SampledGroup, place: int) -> torch.Tens
 
 def check(trl: RolloutTrainer, groups: Sequence[SampledGroup], tokens: slice = slice(None)) -> None:
     for group in groups:
-        for place, sampled in enumerate(group.tokens):
-            right = expected(trl, group, place)[tokens]
+        for index, sampled in enumerate(group.tokens):
+            right = expected(trl, group, index)[tokens]
             torch.testing.assert_close(torch.tensor(sampled.logprobs)[tokens], right, atol=CLOSE, rtol=0)
 
 

@@ -69,11 +69,11 @@ def test_the_adapter_of_each_version_is_used(trainer: Any, monkeypatch: pytest.M
     for version in range(3):
         change(trainer, seed=50 + version)
         engine.load(published(trainer), version)
-        for place, prompt in enumerate(PROMPTS):
-            engine.submit(f"{version}-{place}", prompt, seed=None, version=version)
+        for index, prompt in enumerate(PROMPTS):
+            engine.submit(f"{version}-{index}", prompt, seed=None, version=version)
         outputs = finish(engine)
-        for place, prompt in enumerate(PROMPTS):
-            ids, logprobs = outputs[f"{version}-{place}"]
+        for index, prompt in enumerate(PROMPTS):
+            ids, logprobs = outputs[f"{version}-{index}"]
             right = logprobs_of(trainer, prompt, ids, 0.7)
             torch.testing.assert_close(torch.tensor(logprobs), right, atol=CLOSE, rtol=0)
         assert len(engine._engine.list_loras()) == 1
@@ -85,8 +85,8 @@ def test_two_workers_do_not_draw_the_same(trainer: Any) -> None:
     def draw(seed: int) -> list[list[int]]:
         engine = VLLMEngine(trainer, seed=seed)
         engine.load(published(trainer), version=seed)
-        for place, prompt in enumerate(PROMPTS):
-            engine.submit(f"{seed}-{place}", prompt, seed=None, version=seed)
+        for index, prompt in enumerate(PROMPTS):
+            engine.submit(f"{seed}-{index}", prompt, seed=None, version=seed)
         return [ids for _, (ids, _) in sorted(finish(engine).items())]
 
     first = draw(101)

@@ -66,9 +66,9 @@ def played(request: pytest.FixtureRequest) -> Iterator[tuple[Any, VLLMEngine]]:
 def sampled(engine: VLLMEngine, own: dict[str, Any] | None = None) -> dict[str, Chunk]:
     """A completion of each prompt, whole."""
     whole: dict[str, Chunk] = {}
-    for place, prompt in enumerate(PROMPTS):
-        engine.submit(str(place), prompt, seed=None, version=0, own=own)
-        whole[str(place)] = Chunk(str(place), Tokens(), False)
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(str(index), prompt, seed=None, version=0, own=own)
+        whole[str(index)] = Chunk(str(index), Tokens(), False)
     while engine.busy:
         for chunk in engine.step():
             whole[chunk.request_id].tokens.extend(chunk.tokens)

@@ -1,7 +1,7 @@
 """What the processes of a run load `get_trainer` from.
 
 Every process of a run needs the function. One of a module, or of a script that may be imported, is imported: the setup
-file is that import. One that is in no such place, as in a notebook, is sent (`setup.generated.sent_function`).
+file is that import. One of neither, as in a notebook, is sent (`setup.generated.sent_function`).
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def _groups(found: Evidence, uses: dict[int, list[Use]]) -> list[Group]:
 
 def _steps(found: Evidence, uses: dict[int, list[Use]]) -> list[range]:
     """From each number that a file knows to the next: the range that ends with it and begins behind the one before."""
-    places: tuple[Iterable[int], ...] = (uses, found.waiting, found.done, found.failed, found.broken, found.dropped)
-    known = sorted({-1, *chain.from_iterable(places)})
+    seqs: tuple[Iterable[int], ...] = (uses, found.waiting, found.done, found.failed, found.broken, found.dropped)
+    known = sorted({-1, *chain.from_iterable(seqs)})
     return [range(before + 1, seq + 1) for before, seq in pairwise(known)]
 
 
@@ -239,7 +239,7 @@ def _attempts(seq: int, names: list[JobName], used: StoredGroup | None, found: E
     if used is not None:
         return 1 + used.name.attempt
     attempts = [name.attempt for name in names]
-    attempts += [place[seq] for place in (found.failed, found.broken) if seq in place]
+    attempts += [by_seq[seq] for by_seq in (found.failed, found.broken) if seq in by_seq]
     return 1 + max(attempts) if attempts else None
 
 

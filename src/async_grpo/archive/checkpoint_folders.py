@@ -86,31 +86,31 @@ def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
     A checkpoint that has this name is replaced if it is this run's, which has gone back to an older one since. Any
     other is renamed.
     """
-    place = output_dir / written.name
-    older = None if place.is_symlink() else _state_of(place)
+    target = output_dir / written.name
+    older = None if target.is_symlink() else _state_of(target)
     if older is not None and older.run_id == run_id:
-        _replace(place, written, older)
+        _replace(target, written, older)
     else:
-        if os.path.lexists(place):
-            aside = _free_name(place)
-            logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
-            place.rename(aside)
-        written.rename(place)
+        if os.path.lexists(target):
+            aside = _free_name(target)
+            logger.warning("{} is not this run's checkpoint: it is now {}", target, aside)
+            target.rename(aside)
+        written.rename(target)
     sync(output_dir)
     shutil.rmtree(written.parent, ignore_errors=True)
-    return place
+    return target
 
 
-def latest(places: Sequence[Path], run_id: str) -> Checkpoint | None:
-    """The newest checkpoint that run `run_id` wrote into one of `places`, or None.
+def latest(folders: Sequence[Path], run_id: str) -> Checkpoint | None:
+    """The newest checkpoint that run `run_id` wrote into one of `folders`, or None.
 
     Raises:
         RunDirError: it is not as it was written, or what may be a newer one cannot be read.
     """
-    found = [checkpoint for place in places for checkpoint in of_run(place, run_id)]
+    found = [checkpoint for folder in folders for checkpoint in of_run(folder, run_id)]
     newest = max(found, key=lambda checkpoint: checkpoint.state.step, default=None)
-    for place in places:
-        _refuse_unreadable(place, run_id, newer_than=newest.state.step if newest else -1)
+    for folder in folders:
+        _refuse_unreadable(folder, run_id, newer_than=newest.state.step if newest else -1)
     if newest is not None:
         _check_whole(newest)
     return newest
@@ -215,24 +215,24 @@ def _is(checkpoint: Path, named: str | None) -> bool:
     return named is not None and checkpoint.resolve() == Path(named).resolve()
 
 
-def _replace(place: Path, written: Path, older: RolloutState) -> None:
+def _replace(target: Path, written: Path, older: RolloutState) -> None:
     """Put `written` where the run has an older checkpoint. Files that a user added to that one stay."""
     aside = written
-    if not _exchange(written, place):
+    if not _exchange(written, target):
         aside = written.with_name(f"{written.name}.old")
-        place.rename(aside)
-        written.rename(place)
+        target.rename(aside)
+        written.rename(target)
     ours = {rollout_state.FILE_NAME, *(Path(name).parts[0] for name in older.files)}
     for path in aside.iterdir():
-        if path.name in ours or (not older.files and path.suffix in _BOUND) or os.path.lexists(place / path.name):
+        if path.name in ours or (not older.files and path.suffix in _BOUND) or os.path.lexists(target / path.name):
             continue
-        path.rename(place / path.name)
+        path.rename(target / path.name)
 
 
-def _exchange(written: Path, place: Path) -> bool:
-    """Let the two change places at once; False where the file system cannot."""
+def _exchange(written: Path, target: Path) -> bool:
+    """Swap the two at once; False where the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    paths = os.fsencode(written), os.fsencode(place)
+    paths = os.fsencode(written), os.fsencode(target)
     return rename is not None and rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
 
 
@@ -248,11 +248,11 @@ def _state_of(checkpoint: Path) -> RolloutState | None:
         return None
 
 
-def _free_name(place: Path) -> Path:
+def _free_name(target: Path) -> Path:
     """`checkpoint-10` -> `checkpoint-10-of-RUN`, `checkpoint-10-of-RUN-2`, …"""
-    stem = f"{place.name}-of-{_run_of(place) or 'before'}"
+    stem = f"{target.name}-of-{_run_of(target) or 'before'}"
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    return next(free for name in names if not os.path.lexists(free := place.with_name(name)))
+    return next(free for name in names if not os.path.lexists(free := target.with_name(name)))
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:

@@ -47,13 +47,13 @@ def find_checkpoint(setting: str, state: RunState, run_dir: Path) -> Checkpoint 
         RunDirError: the run has trained, and none of its checkpoints is there; or the newest is not as it was written.
     """
     named = [Path(state.output_dir)] if state.output_dir else []
-    places = list(dict.fromkeys([*named, absolute(setting, state, run_dir), Path(setting).absolute()]))
+    folders = list(dict.fromkeys([*named, absolute(setting, state, run_dir), Path(setting).absolute()]))
     if was_moved(state, run_dir):  # perhaps copied, and the other one goes on in the folder that the run names
-        places.reverse()
-        places = [place for place in places if checkpoint_folders.of_run(place, state.run_id)][:1] or places
-    found = checkpoint_folders.latest(places, state.run_id)
+        folders.reverse()
+        folders = [folder for folder in folders if checkpoint_folders.of_run(folder, state.run_id)][:1] or folders
+    found = checkpoint_folders.latest(folders, state.run_id)
     if found is None and state.step > 0:
-        raise RunDirError(_not_found(state, places))
+        raise RunDirError(_not_found(state, folders))
     return found
 
 
@@ -80,8 +80,8 @@ def was_moved(state: RunState, run_dir: Path) -> bool:
     return Path(state.run_dir) != run_dir.resolve()
 
 
-def _not_found(state: RunState, places: Sequence[Path]) -> str:
-    searched = "\n".join(f"  {place}" for place in places)
+def _not_found(state: RunState, folders: Sequence[Path]) -> str:
+    searched = "\n".join(f"  {folder}" for folder in folders)
     return (
         f"Run {state.run_id} has done {counted(state.step, 'step')}, but it has no checkpoint in\n{searched}\n"
         "If its checkpoints were moved, move them back, or let output_dir of the setup file name their folder. If it "

@@ -97,12 +97,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
     """For a command that looks at one run: `status worker`, or `status --run-dir worker` as for `train`."""
 
-    def place(text: str) -> Path | str:
+    def folder(text: str) -> Path | str:
         return text if text == argparse.SUPPRESS else Path(text)  # argparse converts the default of a positional
 
-    places = parser.add_mutually_exclusive_group()
-    places.add_argument("run_dir", type=place, nargs="?", default=argparse.SUPPRESS, help="default: worker/")
-    places.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="the same")
+    exclusive = parser.add_mutually_exclusive_group()
+    exclusive.add_argument("run_dir", type=folder, nargs="?", default=argparse.SUPPRESS, help="default: worker/")
+    exclusive.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="the same")
 
 
 def add_log_level_option(parser: argparse.ArgumentParser) -> None:

@@ -68,10 +68,10 @@ class Parser(argparse.ArgumentParser):
         if usage.count("\n") <= USAGE_LINES:
             return usage
         formatter = self._get_formatter()
-        formatter.add_usage("%(prog)s [OPTIONS] " + " ".join(self._places()), [], [])
+        formatter.add_usage("%(prog)s [OPTIONS] " + " ".join(self._positional_names()), [], [])
         return formatter.format_help()
 
-    def _places(self) -> Iterator[str]:
+    def _positional_names(self) -> Iterator[str]:
         """The positional arguments, as a usage shows them."""
         for action in self._get_positional_actions():
             name = str(action.metavar or action.dest)
@@ -95,9 +95,9 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def _dashed(arguments: Sequence[str]) -> Iterator[str]:
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         if argument == "--":
-            yield from arguments[place:]
+            yield from arguments[index:]
             return
         name, equals, value = argument.partition("=")
         yield name.replace("_", "-") + equals + value if name.startswith("--") else argument

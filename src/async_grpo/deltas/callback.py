@@ -37,8 +37,8 @@ class DeltaCallback(TrainerCallback):
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}.")
-        place = Path(folder).absolute()
-        self._keeping = Keeping(folder=place, run_id=run_id or place.name, every=every, keep=keep)
+        path = Path(folder).absolute()
+        self._keeping = Keeping(folder=path, run_id=run_id or path.name, every=every, keep=keep)
         self._encoder: Encoder | None = None
         self._changing: dict[str, Tensor] = {}
 

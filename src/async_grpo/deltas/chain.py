@@ -171,7 +171,7 @@ class Chain:
             if fault is None:
                 entry = self.entries[version]
                 try:
-                    self._require_place(entry, last)
+                    self._require_base(entry, last)
                     weights = self._next(entry, weights, known="" if last is None else last.header.result)
                     last = entry
                 except DeltaError as error:
@@ -205,7 +205,7 @@ class Chain:
         except (ValueError, TypeError, MemoryError) as error:
             raise DeltaError(f"a tensor of {CHAIN_FILE} cannot be made ({error})") from error
 
-    def _require_place(self, entry: Entry, last: Entry | None) -> None:
+    def _require_base(self, entry: Entry, last: Entry | None) -> None:
         before = entry.header.before
         if entry.header.is_snapshot or before is None:
             return

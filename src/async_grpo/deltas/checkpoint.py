@@ -56,11 +56,11 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
 def _copy_files(source: Path, target: Path) -> None:
     """Copy what is below `source`. `BadFileError` names what is no plain file: a link may lead to a secret."""
     for path in sorted(source.rglob("*")):
-        place = target / path.relative_to(source)
+        copy = target / path.relative_to(source)
         if path.is_dir() and not path.is_symlink():
-            place.mkdir()
+            copy.mkdir()
         else:
-            place.write_bytes(read_file(path, MAX_FILE_BYTES))
+            copy.write_bytes(read_file(path, MAX_FILE_BYTES))
 
 
 def keep_surroundings(model: Any, tokenizer: Any, folder: Path) -> None:

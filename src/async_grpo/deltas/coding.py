@@ -72,7 +72,7 @@ def _from_planes(planes: Bytes, dtype: np.dtype[Any]) -> Words:
 def _compress(*arrays: Words) -> bytes:
     """The planes of some arrays, one after another: there is never a copy of all."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=sum(array.nbytes for array in arrays))
-    planes = (array.view("u1")[place :: array.itemsize] for array in arrays for place in range(array.itemsize))
+    planes = (array.view("u1")[byte :: array.itemsize] for array in arrays for byte in range(array.itemsize))
     return b"".join([*(frame.compress(np.ascontiguousarray(plane).data) for plane in planes), frame.flush()])
 
 

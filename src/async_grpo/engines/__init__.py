@@ -33,7 +33,7 @@ class PreparedGroup:
     images: list[list[Any] | None] | None = None  # [G], as PIL has them; None: no prompt has any
     fields: Sequence[Fields] = ()  # of neighbouring prompts together; the same object: equal prompts
     turn: int = 0  # of several in which the same job asks for tokens
-    place: int = 0  # of its first prompt among the job's completions
+    first_index: int = 0  # of its first prompt among the job's completions
 
     @property
     def seed(self) -> int:
@@ -42,8 +42,8 @@ class PreparedGroup:
 
     def seed_of(self, index: int | str) -> int:
         """Seed of one completion, the same for every worker that samples the job."""
-        place = self.place + index if isinstance(index, int) else index
-        return seed_from(f"{self.job.seed}:{self.turn}:{place}")
+        position = self.first_index + index if isinstance(index, int) else index
+        return seed_from(f"{self.job.seed}:{self.turn}:{position}")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

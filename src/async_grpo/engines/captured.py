@@ -77,7 +77,7 @@ class DecodeSteps:
     ) -> None:  # fmt: skip
         """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
         self._model, self._kwargs = model, kwargs
-        self._rows, self._place = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
+        self._rows, self._position = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
         self._take_batch(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_TOKENS))
         self._batch.take(cache, mask_bL, positions_bL)
         self._cast_weights()
@@ -132,8 +132,8 @@ class DecodeSteps:
     def step(self, sampled_b: Tensor) -> Tensor:
         """The logits `[b, V]` behind these tokens, in the model's dtype. The next step writes over them."""
         self._batch.tokens_R1[: self._rows, 0] = sampled_b
-        self._place += 1
-        tokens = min(rounded(self._place, LEAST_TOKENS), self._batch.most_tokens)
+        self._position += 1
+        tokens = min(rounded(self._position, LEAST_TOKENS), self._batch.most_tokens)
         self._batch.rows, self._batch.tokens = rounded(self._rows, LEAST_ROWS), tokens
         shape = (self._batch.most_rows, self._batch.most_tokens, self._batch.rows, self._batch.tokens)
         if self._capture and shape not in self._here and shape in self._warm:

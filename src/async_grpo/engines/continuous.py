@@ -41,7 +41,7 @@ class ContinuousEngine(Policy):
         self._engine = engine
         self._in_flight_update = in_flight_update
         self._deterministic = deterministic
-        self._requests: dict[str, tuple[_SampledRequests, int]] = {}  # request -> its group and its place there
+        self._requests: dict[str, tuple[_SampledRequests, int]] = {}  # request -> its group and its index there
         self._request_ids = map(str, count())
         self._adopted: tuple[str, int] | None = None  # generation and version of the engine's weights
         self._version = -1
@@ -51,8 +51,8 @@ class ContinuousEngine(Policy):
         if self._engine.busy:
             activity.progress()
         for chunk in self._engine.step() if self._engine.busy else ():
-            group, place = self._requests[chunk.request_id]
-            group.add(place, chunk, self._version)
+            group, index = self._requests[chunk.request_id]
+            group.add(index, chunk, self._version)
             if chunk.finished:
                 del self._requests[chunk.request_id]
                 if not group.open:
@@ -99,11 +99,11 @@ class ContinuousEngine(Policy):
         """Make a request of each prompt; returns the group if the engine refuses one of them."""
         sampling = _SampledRequests(group, with_versions=self._in_flight_update)
         requests: list[str] = []
-        for place, prompt_ids in enumerate(group.prompt_ids):
+        for index, prompt_ids in enumerate(group.prompt_ids):
             request = next(self._request_ids)
             version = self._version if self._in_flight_update else group.version
-            seed = group.seed_of(place) if self._deterministic else None
-            images = group.images[place] if group.images else None
+            seed = group.seed_of(index) if self._deterministic else None
+            images = group.images[index] if group.images else None
             try:
                 self._engine.submit(
                     request, prompt_ids, seed=seed, version=version, own=group.job.sampling, images=images
@@ -115,7 +115,7 @@ class ContinuousEngine(Policy):
                 for submitted in requests:
                     del self._requests[submitted]
                 return SampledGroup(prepared=group, error=error)
-            self._requests[request] = (sampling, place)
+            self._requests[request] = (sampling, index)
             requests.append(request)
         return None
 
@@ -128,11 +128,11 @@ class _SampledRequests:
         self.sampled = SampledGroup(prepared=group, tokens=[Tokens() for _ in group.prompt_ids])
         self._with_versions = with_versions
 
-    def add(self, place: int, chunk: Chunk, version: int) -> None:
+    def add(self, index: int, chunk: Chunk, version: int) -> None:
         new = chunk.tokens
         if self._with_versions:
             new = new.of_version(version)
         if self.sampled.prepared.job.purpose != "train":  # nobody computes a loss
             new = replace(new, kept=[b""] * len(new))
-        self.sampled.tokens[place].extend(new)
+        self.sampled.tokens[index].extend(new)
         self.open -= chunk.finished

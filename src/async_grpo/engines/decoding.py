@@ -86,7 +86,7 @@ class SamplingLoop:
         **model_kwargs: Any,
     ) -> None:
         rows, self._prompt_length = input_ids.shape
-        self._place = self._prompt_length
+        self._position = self._prompt_length
         self._longest = int(generation_config.max_length)
         self._processors = without_float_cumsum(logits_processor, input_ids.device)
         self._criteria = stopping_criteria
@@ -94,8 +94,8 @@ class SamplingLoop:
         self._temperature, self._pad = temperature, pad_token_id
         self._look_every = LOOK_EVERY_CPU if input_ids.device.type == "cpu" else LOOK_EVERY_GPU
         self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
-        self._sequences_BL[:, : self._place] = input_ids
-        self.completions_BC = self._sequences_BL[:, self._place :]
+        self._sequences_BL[:, : self._position] = input_ids
+        self.completions_BC = self._sequences_BL[:, self._position :]
         self.logprobs_BC = torch.zeros(self.completions_BC.shape, dtype=torch.float32, device=input_ids.device)
         self.lengths_B = input_ids.new_zeros(rows)
         self._going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
@@ -116,18 +116,18 @@ class SamplingLoop:
     def step(self) -> dict[int, slice]:
         """Sample one token of each row; returns the groups that have ended, by index, and their rows."""
         sampled_b = self._sample()
-        self._place += 1
+        self._position += 1
         ended: dict[int, slice] = {}
-        if self._place == self._longest:
+        if self._position == self._longest:
             ended, self._open = self._open, {}
             return ended
-        if self._place % self._look_every == 0 and (now := int(self._going_B.sum())) < self._going:
+        if self._position % self._look_every == 0 and (now := int(self._going_B.sum())) < self._going:
             self._going = now
             ended = self._close_groups()
             if self.ended:
                 return ended
             sampled_b = self._open_rows.without_ended(self._going_B, sampled_b, self._processors)
-        self._open_rows.step(sampled_b, self._sequences_BL[:, : self._place])
+        self._open_rows.step(sampled_b, self._sequences_BL[:, : self._position])
         return ended
 
     def _close_groups(self) -> dict[int, slice]:
@@ -139,10 +139,10 @@ class SamplingLoop:
 
     def _sample(self) -> Tensor:
         """One token for each row of the batch, written where it belongs; padding for rows that have ended."""
-        rows_b, column = self._open_rows.rows_b, self._place - self._prompt_length
+        rows_b, column = self._open_rows.rows_b, self._position - self._prompt_length
         scores_bV = logits_bV = self._open_rows.logits_bV
         if self._processors:
-            scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._open_rows)
+            scores_bV = _processed(self._processors, self._sequences_BL[:, : self._position], self._open_rows)
             self._note_divergences(column)
         if self._do_sample and self._draw is not None:
             sampled_b, logprobs_b = self._draw(logits_bV, scores_bV, self._temperature)
@@ -157,7 +157,7 @@ class SamplingLoop:
         sampled_b = torch.where(self._going_B[rows_b], sampled_b, self._pad)
         self.completions_BC[rows_b, column] = sampled_b
         self.lengths_B += self._going_B
-        self._going_B &= ~self._criteria(self._sequences_BL[:, : self._place + 1], None)
+        self._going_B &= ~self._criteria(self._sequences_BL[:, : self._position + 1], None)
         if self._most_B is not None:
             self._going_B &= self.lengths_B < self._most_B
         return sampled_b

@@ -60,7 +60,7 @@ class FixedBatch:
 
     def __init__(self, like: Cache, positions_bL: Tensor, rows: int, tokens: int, memory: KeyValueMemory) -> None:
         self.most_rows, self.most_tokens = self.rows, self.tokens = rows, tokens
-        self.place = torch.zeros((), dtype=torch.long, device=positions_bL.device)  # of the tokens in their rows
+        self.position = torch.zeros((), dtype=torch.long, device=positions_bL.device)  # of the tokens in their rows
         self.tokens_R1 = positions_bL.new_zeros(rows, 1, dtype=torch.long)
         self.positions_R1 = positions_bL.new_zeros(*positions_bL.shape[:-2], rows, 1)
         self._mask_RL = torch.ones(rows, tokens, dtype=torch.bool, device=positions_bL.device)
@@ -72,16 +72,16 @@ class FixedBatch:
 
     def take(self, cache: Cache, mask_bL: Tensor | None, positions_bL: Tensor) -> None:
         """Put the prompts in; the next tokens stand behind them."""
-        rows, place = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
-        self.place.fill_(place)
+        rows, length = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
+        self.position.fill_(length)
         self.tokens_R1.zero_()
-        self.positions_R1.fill_(place)
+        self.positions_R1.fill_(length)
         self.positions_R1[..., :rows, :] = positions_bL[..., -1:] + 1
         self._mask_RL.fill_(True)
         if mask_bL is not None:
-            self._mask_RL[:rows, :place] = mask_bL.bool()
+            self._mask_RL[:rows, :length] = mask_bL.bool()
         for mine, theirs in zip(self._layers, cache.layers, strict=True):
-            mine.take(theirs, place)
+            mine.take(theirs, length)
 
     def select(self, stay: Tensor) -> None:
         """Move these rows to the front."""
@@ -100,7 +100,7 @@ class FixedBatch:
 
     def count_up(self) -> None:
         """Move on by one token."""
-        self.place += 1
+        self.position += 1
         self.positions_R1 += 1
 
 
@@ -115,32 +115,32 @@ class _FixedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the buffers are there."""
 
-    def take(self, prompts: DynamicLayer, place: int) -> None:
-        """Take keys and values of prompts of `place` tokens; a layer with a sliding window has the last of them.
+    def take(self, prompts: DynamicLayer, length: int) -> None:
+        """Take keys and values of prompts of `length` tokens; a layer with a sliding window has the last of them.
 
         What an earlier batch left is removed: even where it is masked, one NaN would make all of a row NaN.
         """
         for mine, theirs in ((self.keys, prompts.keys), (self.values, prompts.values)):
             rows, _, tokens, _ = theirs.shape
             mine.zero_()
-            mine[:rows, :, place - tokens : place] = theirs
+            mine[:rows, :, length - tokens : length] = theirs
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token of each row; returns all keys and values of the pass."""
         rows, tokens = self._batch.rows, self._batch.tokens
-        place = self._batch.place.view(1)
+        position = self._batch.position.view(1)
         keys, values = self.keys[:rows, :, :tokens], self.values[:rows, :, :tokens]
-        keys.index_copy_(2, place, key_states.to(keys.dtype))
-        values.index_copy_(2, place, value_states.to(values.dtype))
+        keys.index_copy_(2, position, key_states.to(keys.dtype))
+        values.index_copy_(2, position, value_states.to(values.dtype))
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that are read, and the place of the first."""
+        """Tokens that are read, and the position of the first."""
         return self._batch.tokens, 0
 
     def get_seq_length(self) -> Tensor:
-        """The place of the next token, as a tensor: a graph reads it."""
-        return self._batch.place
+        """The position of the next token, as a tensor: a graph reads it."""
+        return self._batch.position
 
     def get_max_length(self) -> int:
         """Tokens of a row at most."""

@@ -89,7 +89,7 @@ def cannot_return_kept(error: ValueError) -> UnsupportedError:
 
 
 def kept_of(completion: Any) -> list[Kept]:
-    """The tokens that were kept at each place of a `CompletionOutput`. `GeneratorError`: vLLM does not say it."""
+    """The tokens that were kept at each position of a `CompletionOutput`. `GeneratorError`: vLLM does not say it."""
     sets = completion.sampling_mask.token_ids if completion.sampling_mask is not None else []
     if len(sets) != len(completion.token_ids):
         raise GeneratorError(

@@ -74,8 +74,8 @@ class Lockstep:
             for _, answer in waiting:
                 answer.set_exception(error)
             return
-        for place, (_, answer) in enumerate(waiting):
-            answer.set_result((list(tokens[place]), None if logprobs is None else list(logprobs[place])))
+        for index, (_, answer) in enumerate(waiting):
+            answer.set_result((list(tokens[index]), None if logprobs is None else list(logprobs[index])))
 
 
 @contextmanager
@@ -167,7 +167,7 @@ class Conversation:
             dialogue, tokenize=False, add_generation_prompt=True, **self._trainer.chat_template_kwargs
         )
         ids = self._tokenizer(text.rpartition(_SAID)[2], add_special_tokens=False)["input_ids"]
-        ends = [place for place, token in enumerate(ids) if token in self._trainer.eos_token_ids]
+        ends = [index for index, token in enumerate(ids) if token in self._trainer.eos_token_ids]
         if not ends:
             raise UnsupportedError(
                 "The chat template ends a message of the assistant with no end token of the model, so a conversation "

@@ -76,10 +76,10 @@ class Passages:
         words = _bm25s().tokenize(query, show_progress=False)
         best = min(k, len(self._passages))
         everything = range(len(self._passages))
-        places, scores = self._retriever.retrieve(words, corpus=everything, k=best, show_progress=False)
-        found = [int(place) for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+        indices, scores = self._retriever.retrieve(words, corpus=everything, k=best, show_progress=False)
+        found = [int(index) for index, score in zip(indices[0], scores[0], strict=True) if score > 0]
         with self._reading:
-            return [_text(self._passages[place]) for place in found]
+            return [_text(self._passages[index]) for index in found]
 
 
 def _text(passage: Any) -> str:

@@ -32,7 +32,7 @@ class SampleRequest:
     """Asks for completions of a problem: what a plan of `generate` yields.
 
     Attributes:
-        problem: place of its row in the dataset.
+        problem: index of its row in the dataset.
         samples: how many.
         prefix_ids: tokens that each of them begins with.
         sampling: as `Job.sampling` has it. Without `max_tokens`, prefix and continuation are together as long as the
@@ -46,7 +46,7 @@ class SampleRequest:
 
 
 Plan: TypeAlias = Generator[Sequence[SampleRequest], Sequence[RolloutGroup | None], None]
-"""Yields waves of requests, and is sent their groups, each in the place of its request; None: it has failed."""
+"""Yields waves of requests, and is sent their groups, each at the index of its request; None: it has failed."""
 
 
 class Asking:

@@ -91,7 +91,7 @@ class Evaluated:
     figures: dict[str, Estimate]
     tasks: dict[str, dict[str, Estimate]]  # of each task, where problems have some
     sources: dict[str, dict[str, Estimate]] = field(default_factory=dict)  # of each TASK/SOURCE, by `data_source`
-    failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
+    failed: dict[str, str]  # problem, by its index in the dataset -> why it has no answers
     by_problem: dict[str, Means] = field(default_factory=dict)
     knows_success: bool = False  # a reward function has a threshold, or all rewards are 0 or 1
 

@@ -61,10 +61,10 @@ def memory_group(root: Path = _CGROUPS, own: Path = _MEMBERSHIP) -> MemoryGroup 
         return None
     folder = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     limits = []
-    for place in (folder, *folder.parents):  # in a container the path may be the host's; the folders above still count
-        limit = _number(place / "memory.max") if place.is_relative_to(root) else None
+    for path in (folder, *folder.parents):  # in a container the path may be the host's; the folders above still count
+        limit = _number(path / "memory.max") if path.is_relative_to(root) else None
         if limit is not None:
-            limits.append(MemoryGroup(limit, _used(place)))
+            limits.append(MemoryGroup(limit, _used(path)))
     return min(limits, key=lambda group: group.limit - group.used, default=None)
 
 

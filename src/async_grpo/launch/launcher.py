@@ -25,9 +25,9 @@ from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exi
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
+from async_grpo.rundir.folder_watch import FolderWatch
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir
-from async_grpo.rundir.place import FolderPlace
 from async_grpo.rundir.refusal import read_refusal
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import STOP_GRACE_S, log_level
@@ -70,7 +70,7 @@ class _Launch:
     def __init__(self, plan: RunPlan, run: RunDir, run_id: str) -> None:
         self._plan, self._run, self._run_id = plan, run, run_id
         self._has_lost_nodes = False
-        self._place, self._memory = FolderPlace(run.root), MemoryWatch()
+        self._folder, self._memory = FolderWatch(run.root), MemoryWatch()
         needed = self._needs_workers
         run.nodes.unlink(missing_ok=True)  # of the run that this one resumes
         env = _environment(plan)
@@ -142,7 +142,7 @@ class _Launch:
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)
 
     def _needs_workers(self) -> bool:
-        return not self._place.trouble() and not self._run.has_ended()
+        return not self._folder.trouble() and not self._run.has_ended()
 
     def _refused(self, exits: Exits) -> str:
         """The worker that refused its setup at its first start, if one did while the server ran."""
@@ -225,7 +225,7 @@ class _Launch:
 
     def _fail(self, said: str, name: str, code: int = 1, *, was_killed: bool = False, why: str = "") -> int:
         """Say why; `why` begins the reason that `run.json` gets, and the words of the process end it."""
-        if trouble := self._place.trouble():
+        if trouble := self._folder.trouble():
             self._screen.warn(trouble)
         words = self._logs[name].last_words(was_killed=was_killed)
         if why:

@@ -115,8 +115,8 @@ class Supervisor:
 
     def run_until(self, first_exit: Callable[[Exits], bool]) -> Exits:
         """Start every child, and watch them until `first_exit` holds or a stop is asked for."""
-        for place, process in enumerate(self._processes):
-            if self.stopping and place > 0:  # the first is started in any case: its exit says how the run ended
+        for index, process in enumerate(self._processes):
+            if self.stopping and index > 0:  # the first is started in any case: its exit says how the run ended
                 break
             process.start()
         while not self.stopping and not first_exit(self.exits):

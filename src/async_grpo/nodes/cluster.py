@@ -169,9 +169,9 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = self._ray.remote(concurrency_groups={EXCHANGE: 2, WEIGHTS: 1})(FarNodeOnRay)
-        place = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+        affinity = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         options = {"num_cpus": CPUS_A_WORKER * workers, "num_gpus": gpus, "max_restarts": 0}
-        return RayNode(actor.options(scheduling_strategy=place, **options).remote(), self._ray)
+        return RayNode(actor.options(scheduling_strategy=affinity, **options).remote(), self._ray)
 
     def open_to_the_network(self) -> str:
         """Why others than this user may run code in the cluster; empty where they cannot."""

@@ -37,7 +37,7 @@ from async_grpo.queue.names import shard
 from async_grpo.records import Job
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import LineFile
-from async_grpo.rundir.folders import check_place, is_ours, make_folder
+from async_grpo.rundir.folders import check_folder, is_ours, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import RunDir, RunState, activity_file
 from async_grpo.rundir.reading import parse_object, read_file
@@ -373,7 +373,7 @@ def _folder_for(order: dict[str, Any], run_id: str) -> Path:
     parent = Path(_parent_of(order))
     _tidy_up(parent, run_id)
     root = parent / f"async-grpo-{run_id}-{order['number']}-{os.getpid()}-{_birth(str(os.getpid()))}"
-    check_place(root)
+    check_folder(root)
     if shutil.disk_usage(parent).free < LEAST_FREE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(parent))
     return make_folder(root)

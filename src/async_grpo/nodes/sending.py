@@ -65,7 +65,7 @@ class PublishedVersions:
         self._static = np.empty(0, np.uint8)  # what does not train
         self._frame: dict[str, Any] = {}  # what the tensors are, for a node that has none yet
         self._differences: dict[int, WeightsPiece] = {}  # by the version that they start from
-        self._buckets: dict[tuple[int, str, int], WeightsPiece] = {}  # by version, kind and place; `about` is empty
+        self._buckets: dict[tuple[int, str, int], WeightsPiece] = {}  # by version, kind and offset; `about` is empty
         self._most_bytes = BUCKET_BYTES  # of a bucket; less once the store was full
         self._encode_s = 0.0
         self._bytes_per_s = 0.0

@@ -2,7 +2,7 @@
 
 A file is plain safetensors, so stock tools open it. Its `__metadata__` holds three strings: a CRC-32C (Castagnoli,
 which processors compute in hardware) of all other bytes of the file, the format with its number, and one JSON header;
-safetensors itself has no checksum. The eight hexadecimal digits of the checksum lie at a fixed place, so a reader can
+safetensors itself has no checksum. The eight hexadecimal digits of the checksum lie at a fixed offset, so a reader can
 check a file without rendering it again. A group's fields are in the header, in tensors, and in a last tensor `texts`:
 UTF-8 JSON of the completions and extra columns, which the header would escape twice. Images are in a tensor `images`,
 each once, and `image_table` says which belongs where in the JSON. Dates, times, decimals and bytes are texts there,
@@ -118,12 +118,12 @@ def _apart(values: dict[str, Any], beside: list[Any]) -> tuple[dict[str, Any], T
 
     found: dict[str, bytes] = {}
     if any(type(one) is EncodedImage for one in beside):
-        values, images, places = taken_out(values)
-        table = _to_json({"sizes": [len(image.data) for image in images], "places": places})
+        values, images, paths = taken_out(values)
+        table = _to_json({"sizes": [len(image.data) for image in images], "places": paths})
         found |= {IMAGES: b"".join(image.data for image in images), TABLE: table}
     if any(type(one) is not EncodedImage for one in beside):
-        values, places = typed.written(values)
-        found[TYPED] = _to_json({"places": places})
+        values, paths = typed.written(values)
+        found[TYPED] = _to_json({"places": paths})
     return values, {name: np.frombuffer(data, np.uint8) for name, data in found.items()}
 
 
@@ -254,7 +254,7 @@ def _unpack(data: bytes | bytearray, schemas: dict[str, Schema]) -> tuple[Schema
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:
-    """Eight hexadecimal digits: CRC-32C of the whole file but the place where they are written."""
+    """Eight hexadecimal digits: CRC-32C of the whole file but the bytes where they are written."""
     from crc32c import crc32c  # here, as `status` needs names only and is to start quickly
 
     checksum = 0

@@ -14,7 +14,7 @@ from typing import Protocol
 from async_grpo.errors import BadFileError
 from async_grpo.queue.codec import MAX_FILE_BYTES
 from async_grpo.queue.names import JobName, SetAside, parse_name, parse_set_aside
-from async_grpo.rundir.folders import check_place, make_folder
+from async_grpo.rundir.folders import check_folder, make_folder
 from async_grpo.rundir.reading import open_plain, read_and_close
 
 FOLDERS = ("queue", "done", "quarantine", "tmp", "alive")
@@ -143,6 +143,6 @@ def prepare_root(root: Path) -> None:
 
     `RunDirError` says what is wrong.
     """
-    check_place(root)
+    check_folder(root)
     for folder in (root, *(root / name for name in FOLDERS)):
         make_folder(folder)

@@ -77,9 +77,9 @@ def _rules(about: Stored) -> Iterator[tuple[Callable[[Any], bool], str]]:
 class JsonValues:
     """The JSON values of a record: those in the header of a file, or its texts."""
 
-    def __init__(self, record: type, number: int, place: str) -> None:
+    def __init__(self, record: type, number: int, section: str) -> None:
         self.record = record
-        self.columns = {name: about for name, about in columns(record, number).items() if about.place == place}
+        self.columns = {name: about for name, about in columns(record, number).items() if about.section == section}
         kinds = {name: _kind(about) for name, about in self.columns.items()}
         self._names, self._types = list(kinds), [kind.type for kind in kinds.values()]
         self._free = [(name, about.item) for name, about in self.columns.items() if about.item]
@@ -87,7 +87,7 @@ class JsonValues:
         self._written = [(name, kind.write) for name, kind in kinds.items() if kind.write]
         self._read = [(name, kind.read) for name, kind in kinds.items() if kind.read]
         self._nested = [
-            (name, JsonValues(about.kind, number, place))
+            (name, JsonValues(about.kind, number, section))
             for name, about in self.columns.items()
             if isinstance(about.kind, type)
         ]
@@ -139,7 +139,7 @@ class Schema:
     def __init__(self, record: type, name: str, number: int) -> None:
         self.format = f"async-grpo-{name}/{number}"
         self.header, self.texts = JsonValues(record, number, "header"), JsonValues(record, number, "texts")
-        self.arrays = {name: about for name, about in columns(record, number).items() if about.place == "tensor"}
+        self.arrays = {name: about for name, about in columns(record, number).items() if about.section == "tensor"}
         self.dtypes = {name: DTYPES[str(about.kind)] for name, about in self.arrays.items()}
         self.dimensions = {name: len(about.shape) for name, about in self.arrays.items()}
         if self.texts.columns:

@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 
 from async_grpo.errors import BadFileError
 
-Place = list[str | int]  # keys and indices that lead to a value
+KeyPath = list[str | int]  # keys and indices that lead to a value
 
 
 class _Codec(NamedTuple):
@@ -97,15 +97,15 @@ def written(values: dict[str, Any]) -> tuple[dict[str, Any], list[list[Any]]]:
     """`values` with JSON in place of each of these values, and the table: `[type, key, key, …]`."""
     table: list[list[Any]] = []
 
-    def write(value: Any, place: Place) -> Any:
+    def write(value: Any, path: KeyPath) -> Any:
         if type(value) is dict:
-            return {name: write(item, [*place, name]) for name, item in value.items()}
+            return {name: write(item, [*path, name]) for name, item in value.items()}
         if type(value) is list:
-            return [write(item, [*place, index]) for index, item in enumerate(value)]
+            return [write(item, [*path, index]) for index, item in enumerate(value)]
         name = None if type(value) is str else _name_of(value)
         if name is None:
             return value
-        table.append([name, *place])
+        table.append([name, *path])
         return _KINDS[name].write(value)
 
     return write(values, []), table
@@ -114,13 +114,13 @@ def written(values: dict[str, Any]) -> tuple[dict[str, Any], list[list[Any]]]:
 def read(values: dict[str, Any], table: Any) -> None:
     """Undo `written`, in place. `BadFileError`: the table does not fit."""
     try:
-        for name, *place in table:
+        for name, *path in table:
             inner: Any = values
-            for key in place[:-1]:
+            for key in path[:-1]:
                 inner = inner[key]
-            kind, found = _KINDS[name], inner[place[-1]]
+            kind, found = _KINDS[name], inner[path[-1]]
             if type(found) is not kind.json:
                 raise TypeError(f"a {name} is written as {kind.json.__name__}")
-            inner[place[-1]] = kind.read(found)
+            inner[path[-1]] = kind.read(found)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise BadFileError(f"its table of typed values does not fit: {error}") from error

@@ -30,45 +30,45 @@ class ChatOptions:
     system: str | None = None
 
 
-def checkpoint_at(place: Path) -> Path:
-    """The checkpoint that `place` means: itself, or the newest complete one of the run in it.
+def checkpoint_at(folder: Path) -> Path:
+    """The checkpoint that `folder` means: itself, or the newest complete one of the run in it.
 
     Raises:
         UsageError: it is neither a checkpoint nor a run directory.
         RunDirError: the run has no checkpoint.
     """
-    if RunDir(place).state_file.exists():
-        return newest_checkpoint(place)
-    if (place / ADAPTER).is_file() or (place / MODEL).is_file():
-        return place
-    if not place.is_dir():
-        raise UsageError(f"There is no folder {place}. Give a checkpoint's folder, or the directory of a run.")
+    if RunDir(folder).state_file.exists():
+        return newest_checkpoint(folder)
+    if (folder / ADAPTER).is_file() or (folder / MODEL).is_file():
+        return folder
+    if not folder.is_dir():
+        raise UsageError(f"There is no folder {folder}. Give a checkpoint's folder, or the directory of a run.")
     inside = sorted(
-        (path for path in place.glob("checkpoint-*") if path.is_dir()), key=lambda path: path.stat().st_mtime
+        (path for path in folder.glob("checkpoint-*") if path.is_dir()), key=lambda path: path.stat().st_mtime
     )
     if inside:
         raise UsageError(
-            f"{place} is a folder of checkpoints. Choose one of its {counted(len(inside), 'checkpoint')}; the last "
+            f"{folder} is a folder of checkpoints. Choose one of its {counted(len(inside), 'checkpoint')}; the last "
             f"that was written is {inside[-1]}."
         )
     raise UsageError(
-        f"{place} is not a checkpoint, as it has neither {MODEL} nor {ADAPTER}, and not a run directory, as it has no "
+        f"{folder} is not a checkpoint, as it has neither {MODEL} nor {ADAPTER}, and not a run directory, as it has no "
         "run.json."
     )
 
 
-def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], None]) -> ChatDialogue:
-    """A dialogue with the checkpoint that `place` means.
+def begin(folder: Path, device: str, options: ChatOptions, say: Callable[[str], None]) -> ChatDialogue:
+    """A dialogue with the checkpoint that `folder` means.
 
     A live run deletes old checkpoints, perhaps the one that is being loaded: then its newest one is taken.
     """
-    checkpoint = checkpoint_at(place)
+    checkpoint = checkpoint_at(folder)
     while True:
         say(f"loading {checkpoint}")
         try:
             return ChatDialogue(checkpoint, device, options)
         except UsageError:
-            newest = checkpoint_at(place)
+            newest = checkpoint_at(folder)
             if newest == checkpoint:
                 raise
             checkpoint = newest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from async_grpo.deltas.chain import MODEL, Chain
-from async_grpo.deltas.places import named_version
+from async_grpo.deltas.chain_folder import named_version
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.reading import read_object
 

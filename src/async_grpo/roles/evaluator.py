@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def run_evaluator(options: ServerOptions) -> None:
     """Evaluate each model in a prepared run directory; the results are in its `evaluations.jsonl`.
 
-    A model's place in the plan's `models` is its version there. Finished groups of an earlier process are used again.
+    A model's index in the plan's `models` is its version there. Finished groups of an earlier process are used again.
 
     Raises:
         AsyncGRPOError: with a text for the user. `run.json` then says `failed`.

@@ -17,10 +17,10 @@ from async_grpo.log import logger
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.folder_watch import FolderWatch
 from async_grpo.rundir.lifecycle import in_use
 from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
-from async_grpo.rundir.place import FolderPlace
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
@@ -67,7 +67,7 @@ def run_parameter_server(options: ServerOptions) -> str:
         write_stacks_on_signal(RunDir(options.run_dir).stacks(f"rank{options.rank}"))
         return _follow(options)
     run = RunDir(options.run_dir)
-    with server_of(run, "parameter server") as (lock, state), FolderPlace(run.root).explained():
+    with server_of(run, "parameter server") as (lock, state), FolderWatch(run.root).explained():
         return _serve(options, run, state, stop, lock)
 
 

@@ -104,7 +104,7 @@ def has_begun(run_dir: Path) -> bool:
     return progress is not None
 
 
-def _newest_checkpoint(place: Path, progress: PlainProgress) -> Path | None:
+def _newest_checkpoint(folder: Path, progress: PlainProgress) -> Path | None:
     """The run's newest one that is complete: the trainer's state is written last, and a kill may have cut it off.
 
     The folder may have later ones of another run. One of the run's own may be unnoted: a kill can come after it was
@@ -116,14 +116,14 @@ def _newest_checkpoint(place: Path, progress: PlainProgress) -> Path | None:
     from transformers.trainer import TRAINER_STATE_NAME
 
     found: dict[int, Path] = {}
-    for path in place.glob("checkpoint-*"):
+    for path in folder.glob("checkpoint-*"):
         with suppress(BadFileError, OSError, ValueError):
             if _step_of(path) <= progress.saved or _step_of(path) == progress.step:
                 read_object(path / TRAINER_STATE_NAME)
                 found[_step_of(path)] = path
     if not found and progress.saved:
         raise RunDirError(
-            f"The run has done {progress.step} steps, but its checkpoint-{progress.saved} is not in {place}. Move it "
+            f"The run has done {progress.step} steps, but its checkpoint-{progress.saved} is not in {folder}. Move it "
             "back, or let output_dir of the setup file name its folder. To start over: another --run-dir."
         )
     return found[max(found)] if found else None

@@ -18,9 +18,9 @@ from async_grpo.rollout.engine_choice import alone_on_the_gpu
 from async_grpo.rollout.threads import ENDING_S, main_thread, wait_for_tasks
 from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_POLL_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir.folder_watch import FolderWatch
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
-from async_grpo.rundir.place import FolderPlace
 from async_grpo.rundir.refusal import write_refusal
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
@@ -83,7 +83,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     StallReporter(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)
     with (
-        FolderPlace(run.root).explained(),
+        FolderWatch(run.root).explained(),
         closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue,
     ):
         _begin(options, run, state, queue)

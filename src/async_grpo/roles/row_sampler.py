@@ -112,9 +112,9 @@ class _Wave:
         self._longest: int | None = server.trainer.max_completion_length
         self._samplings = [self._sampling(request) for request in requests]
         before: Counter[int] = Counter()  # requests for the same problem
-        self._places: list[int] = []
+        self._indices: list[int] = []
         for request in requests:
-            self._places.append(before[request.problem])
+            self._indices.append(before[request.problem])
             before[request.problem] += 1
         self.groups: list[RolloutGroup | None] = [None] * len(requests)
         self.asking = Asking(
@@ -135,8 +135,8 @@ class _Wave:
         if failed := len(self.asking.failed):
             logger.warning("{} could not be sampled: the rows are those of the others", counted(failed, "request"))
         return [
-            AnsweredRequest(request.problem, self._number, place, group)
-            for request, place, group in zip(self._requests, self._places, self.groups, strict=True)
+            AnsweredRequest(request.problem, self._number, index, group)
+            for request, index, group in zip(self._requests, self._indices, self.groups, strict=True)
             if group is not None
         ]
 
@@ -149,7 +149,7 @@ class _Wave:
             row=row,
             num_generations=request.samples,
             # A problem that fails changes nothing of the others.
-            seed=seed_from(f"generation:{self._seed}:{self._number}:{request.problem}:{self._places[index]}"),
+            seed=seed_from(f"generation:{self._seed}:{self._number}:{request.problem}:{self._indices[index]}"),
             born_version=0,
             min_version=0,
             purpose="generate",
@@ -175,7 +175,7 @@ class _Wave:
 class AnsweredRequest(NamedTuple):
     """A group, and where it belongs."""
 
-    problem: int  # place of its row in the dataset
+    problem: int  # index of its row in the dataset
     wave: int
     request: int  # of those of its problem in its wave
     group: RolloutGroup

@@ -36,7 +36,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 class Failures:
-    """Logs failed attempts. A kind is the type of an error and the place that raised it: texts may name the prompt.
+    """Logs failed attempts. A kind is the type of an error and the line that raised it: texts may name the prompt.
 
     Args:
         quarantine: the folder with the tracebacks of the groups that are given up.
@@ -72,12 +72,12 @@ def summary(traceback: str) -> tuple[str, str]:
     what = next((line for line in below if line[:1].strip()), "")
     cause, caused, _ = traceback.partition(_CAUSED)
     causing = [*_FRAME.finditer(cause)] if caused else []
-    raised = _place((causing or frames)[-1])
-    users = next((_place(frame) for frame in reversed(frames) if is_users_code(frame[1])), raised)
+    raised = _line_of((causing or frames)[-1])
+    users = next((_line_of(frame) for frame in reversed(frames) if is_users_code(frame[1])), raised)
     return what[:MOST_TEXT], raised if users == raised else f"{users}, raised in {raised}"
 
 
-def _place(frame: re.Match[str]) -> str:
+def _line_of(frame: re.Match[str]) -> str:
     return f"{Path(frame[1]).name}:{frame[2]}"
 
 

@@ -39,7 +39,7 @@ class HeldData:
 
     def __init__(self) -> None:
         self.calls_left = FIRST_CALLS
-        self._told: set[int] = set()  # places of functions
+        self._told: set[int] = set()  # indices of functions
 
     @contextmanager
     def around(self, trainer: Any) -> Iterator[None]:
@@ -47,17 +47,17 @@ class HeldData:
         self.calls_left -= 1
         functions = trainer.reward_funcs
         watched = [at for at, it in enumerate(functions) if at not in self._told and not hasattr(it, "forward")]
-        before = [_copies(functions[place]) for place in watched]
+        before = [_copies(functions[index]) for index in watched]
         yield
-        for place, held in zip(watched, before, strict=True):
-            now = _copies(functions[place])
+        for index, held in zip(watched, before, strict=True):
+            now = _copies(functions[index])
             if changed := sorted(name for name in held.keys() & now if not _goes_on(held[name], now[name])):
-                self._told.add(place)
+                self._told.add(index)
                 logger.warning(
                     "the reward function {} changes {} when it is called: each worker has its own, and TRL has one, so "
                     "its rewards may depend on the number of workers. Compute them from what the function is given. "
                     "`async-grpo check` compares them with TRL's",
-                    distinct(trainer.reward_func_names)[place],
+                    distinct(trainer.reward_func_names)[index],
                     ", ".join(changed),
                 )
 
@@ -169,7 +169,7 @@ class Numberless:
 
     def __init__(self) -> None:
         self.looks = True  # there is a function that has not settled yet
-        self._settled: set[int] = set()  # places of functions that gave a number, or were warned of
+        self._settled: set[int] = set()  # indices of functions that gave a number, or were warned of
         self._completions: Counter[int] = Counter()  # of those that did not
         self._groups = 0
         self._lock = Lock()
@@ -179,19 +179,19 @@ class Numberless:
         silent = torch.isnan(rewards).all(dim=0).tolist()
         with self._lock:
             self._groups += groups
-            self._settled |= {place for place, is_silent in enumerate(silent) if not is_silent}
-            for place in [place for place in range(len(names)) if place not in self._settled]:
-                self._completions[place] += len(rewards)
+            self._settled |= {index for index, is_silent in enumerate(silent) if not is_silent}
+            for index in [index for index in range(len(names)) if index not in self._settled]:
+                self._completions[index] += len(rewards)
                 if len(names) == 1 or self._groups >= PATIENCE:
-                    self._warn(place, distinct(names)[place], alone=len(names) == 1)
+                    self._warn(index, distinct(names)[index], alone=len(names) == 1)
             self.looks = len(self._settled) < len(names)
 
-    def _warn(self, place: int, name: str, *, alone: bool) -> None:
-        self._settled.add(place)
+    def _warn(self, index: int, name: str, *, alone: bool) -> None:
+        self._settled.add(index)
         logger.warning(
             "the reward function {} gave no number, only NaN or None, for any of {} completions so far: {}. Let it "
             "return a number for each completion",
             name,
-            self._completions[place],
+            self._completions[index],
             "they have no reward at all, and nothing is learnt from them" if alone else "it has no part in the reward",
         )

@@ -22,6 +22,6 @@ def left(function: Callable[..., Any], *arguments: Any) -> Left | None:
     """Where a call of the function was left; None: it came to its end."""
     try:
         function(*arguments)
-    except Left as place:
-        return place
+    except Left as call:
+        return call
     return None

@@ -102,7 +102,7 @@ def merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None
 
 
 def parts_of(sizes: Sequence[int]) -> list[slice]:
-    """The places of groups of these sizes that lie one after the other."""
+    """The slices of groups of these sizes that lie one after the other."""
     ends = [*accumulate(sizes)]
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 

@@ -1,8 +1,8 @@
 """The trainer as code of the user's reads it in a worker: what it finds there is true, or ends the run.
 
 Reward functions, tools and overrides hold the trainer that the setup file built, or a copy of it. Only the server's is
-trained. So all of them have the same stand-ins in the places that training changes: `state` is the server's when the
-job was issued, what is added to `_metrics` is sent to the server, and what no worker can have refuses to be used.
+trained. So all of them have the same stand-ins for what training changes: `state` is the server's when the job was
+issued, what is added to `_metrics` is sent to the server, and what no worker can have refuses to be used.
 
 Whose job a call is for is in a context variable, which threads and event loops carry (`threads`).
 `tests/integration/test_trl_view.py` fails with the name of what a new TRL trains that has no stand-in.

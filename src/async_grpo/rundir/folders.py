@@ -19,7 +19,7 @@ from async_grpo.rundir.system_errors import why_not_writable
 _NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"}
 
 
-def check_place(root: Path) -> None:
+def check_folder(root: Path) -> None:
     """`RunDirError` where no run can be: on a network's disk, where others can change it, or this user cannot.
 
     Changes nothing. `root` need not exist yet.
@@ -112,7 +112,7 @@ def check_own(folder: Path) -> None:
 def nearest_existing(path: Path) -> Path:
     """The path, or the folder nearest above it that exists."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def network_file_system(path: Path) -> str | None:

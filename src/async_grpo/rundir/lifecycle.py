@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from async_grpo.errors import RunDirError
 from async_grpo.rundir import refusal
-from async_grpo.rundir.folders import check_place, make_folder
+from async_grpo.rundir.folders import check_folder, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import (
     ENTRIES,
@@ -48,7 +48,7 @@ def prepare(root: Path, plan: RunPlan, *, say: Callable[[str], None] = lambda te
         RunDirError: the directory is in use, is not a run directory, or holds an unfinished run.
     """
     run = RunDir(root)
-    check_place(run.root)
+    check_folder(run.root)
     if not run.root.exists():
         _fate(run, resume=plan.training.resume, overwrite=plan.launch.overwrite)
         return _begin(run, plan)
@@ -63,9 +63,9 @@ def prepare(root: Path, plan: RunPlan, *, say: Callable[[str], None] = lambda te
 
 def _clear(run: RunDir, fate: Fate, say: Callable[[str], None]) -> None:
     if fate is Fate.MOVED_ASIDE:
-        place = _place_aside(run)
-        run.root.rename(place)
-        say(f"the run that was in {run.root} is now in {place}")
+        aside = _path_aside(run)
+        run.root.rename(aside)
+        say(f"the run that was in {run.root} is now in {aside}")
     elif fate is Fate.OVERWRITTEN:
         _delete_run(run)
 
@@ -106,13 +106,13 @@ def preview(root: Path, *, resume: bool = False, overwrite: bool = False) -> tup
         RunDirError: where `prepare` would, with the same text.
     """
     run = RunDir(root)
-    check_place(run.root)
+    check_folder(run.root)
     if run.root.exists():
         _refuse_foreign(run)
         if server_alive(run.root):
             raise RunDirError(in_use(run))
     fate = _fate(run, resume=resume, overwrite=overwrite)
-    return fate, _place_aside(run) if fate is Fate.MOVED_ASIDE else run.root
+    return fate, _path_aside(run) if fate is Fate.MOVED_ASIDE else run.root
 
 
 def _fate(run: RunDir, *, resume: bool, overwrite: bool) -> Fate:
@@ -178,7 +178,7 @@ def _unfinished(run: RunDir, old: RunState) -> str:
     )
 
 
-def _place_aside(run: RunDir) -> Path:
+def _path_aside(run: RunDir) -> Path:
     """A free name next to the run directory, with the time of its last state."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(run.state_file.stat().st_mtime))
     target = run.root.with_name(f"{run.root.name}-{stamp}")

@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import naming, read_object
 from async_grpo.rundir.shape import shaped
 
-_PLACES = (("checkpoints", "checkpoints"), ("TensorBoard", "tensorboard"))
+_FOLDERS = (("checkpoints", "checkpoints"), ("TensorBoard", "tensorboard"))
 _ALWAYS = ("steps", "rollouts", "wall_seconds")  # of a run that has trained
 _OF_A_PROCESS = (
     *("rollouts_per_second", "staleness_mean", "staleness_max", "trainer_wait_fraction", "worker_busy_fraction"),
@@ -105,16 +105,16 @@ def _sections(figures: dict[str, Any], run: RunDir) -> list[list[Row]]:
     steps, rollouts, resumed_from = figures["steps"], figures["rollouts"], figures.get("resumed_from")
     time = f"in {figures['wall_seconds']:.0f} s (loading included)"
     rate = f"{figures['rollouts_per_second']:.1f} a second"
-    places = [(name, _shortest(Path(figures.get(key, "")))) for name, key in _PLACES]
+    folders = [(name, _shortest(Path(figures.get(key, "")))) for name, key in _FOLDERS]
     if resumed_from is None:
         counts = [("steps", f"{steps} {time}"), *_learning(figures), ("rollouts", f"{rollouts}, {rate}")]
-        return [[*counts, *_of_process(figures, run), *places]]
+        return [[*counts, *_of_process(figures, run), *folders]]
     totals = [("steps", f"{steps}"), *_learning(figures), ("rollouts", f"{rollouts + figures['rollouts_before']}")]
     since = [
         (f"since the resume at step {resumed_from}", f"{steps - resumed_from} steps {time}"),
         ("rollouts", f"{rollouts}, {rate}"),
     ]
-    return [totals, [*since, *_of_process(figures, run)], places]
+    return [totals, [*since, *_of_process(figures, run)], folders]
 
 
 def _learning(figures: dict[str, Any]) -> list[Row]:

@@ -41,7 +41,7 @@ def of_data(trainer: GRPOTrainer) -> str:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "select_columns"):
         return ""
     rows, columns = len(dataset), [name for name in dataset.column_names or () if name not in _NOT_COMPARED]
-    looked_at = sorted({round(place * (rows - 1) / (_ROWS - 1)) for place in range(_ROWS)}) if rows else []
+    looked_at = sorted({round(index * (rows - 1) / (_ROWS - 1)) for index in range(_ROWS)}) if rows else []
     found = dataset.with_format(None).select_columns(columns).select(looked_at).to_list()
     shuffled = "" if trainer.shuffle_dataset else ", not shuffled"
     return f"{counted(rows, 'row')}, seed {trainer.args.seed}{shuffled} ({_digest([columns, found])})"

@@ -1,6 +1,6 @@
 """Warnings of TRL and PEFT, for the screen of a run: the first of each kind becomes a line of our own log.
 
-What libraries print stays in the log file of the process, where nobody looks during a run. A kind is a place in the
+What libraries print stays in the log file of the process, where nobody looks during a run. A kind is a line of the
 library's code; what it says again goes where it went before.
 """
 
@@ -29,7 +29,7 @@ def show_library_warnings() -> None:
 
 
 class _Kinds:
-    """Says what each place in a library warns of first. Other warnings are shown by `otherwise`."""
+    """Says what each line of a library warns of first. Other warnings are shown by `otherwise`."""
 
     def __init__(self, otherwise: Any) -> None:
         self._otherwise = otherwise

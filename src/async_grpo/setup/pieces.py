@@ -35,7 +35,7 @@ LAUNCHES = 2.5e12  # parameters x tokens: what an H100 at half its peak does whi
 MOST_LAUNCHES = 4096  # tokens
 HIDDEN = 7 / 8  # of the launches, behind the products of a pass that takes longer
 WORTH = 1 / 64  # one more piece saves as many of the tokens that are there
-CUTS = 256  # most places where rows may be divided
+CUTS = 256  # most cuts at which rows may be divided
 REAL, PADDED = 16, 8  # tokens of the trial
 EXACT, ROUNDED = 1e-3, 0.05  # nats, mean of the tokens: more is not rounding in float32, or in what computes with less
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that change once a batch is longer than the original limit
@@ -198,10 +198,10 @@ def divided_further(pieces: Sequence[Rectangle], rows: Sequence[Span], count: in
     """As many pieces as `count`, or one for each row: those of the most rows are halved."""
     made = list(pieces)
     while len(made) < min(count, len(rows)):
-        place = max(range(len(made)), key=lambda it: len(made[it].rows))
-        of_it = made[place].rows
+        largest = max(range(len(made)), key=lambda it: len(made[it].rows))
+        of_it = made[largest].rows
         middle = len(of_it) // 2
-        made[place : place + 1] = [_piece(of_it[:middle], rows), _piece(of_it[middle:], rows)]
+        made[largest : largest + 1] = [_piece(of_it[:middle], rows), _piece(of_it[middle:], rows)]
     return made
 
 

@@ -2,7 +2,7 @@
 
 The settings come from the `GRPOConfig`, its `generation_kwargs`, and with transformers also from the model's own
 `generation_config`, which fills what nobody has set. `effective_sampling` resolves them, `check_sampling` decides what
-each engine may do with them: it is the only place that does. It also refuses code of the user's that an engine would
+each engine may do with them: it is the only module that does. It also refuses code of the user's that an engine would
 go round.
 """
 

@@ -250,12 +250,12 @@ def _cannot_be_loaded(name: str, error: OSError, path: Path) -> str:
     traceback.print_exception(error, file=sys.stderr)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    place = f"line {lines[-1]} of {path}" if lines else str(path)
+    where = f"line {lines[-1]} of {path}" if lines else str(path)
     wanted = [_BY_NAME[it] for frame in frames if (it := (frame.line or "").partition(" = ")[0]) in _BY_NAME]
     if not name and wanted:
-        return f"A model that was made in code has no name ({place}), and TRL loads by it {wanted[0]}"
+        return f"A model that was made in code has no name ({where}), and TRL loads by it {wanted[0]}"
     return (
-        f"{name or repr(name)} cannot be loaded ({place}): {' '.join(str(error).split())[:_CHARACTERS]}\n"
+        f"{name or repr(name)} cannot be loaded ({where}): {' '.join(str(error).split())[:_CHARACTERS]}\n"
         "Give the name of a model of the hub, or a folder with its config.json. Without a network it must have been "
         "downloaded before; a private or gated one needs HF_TOKEN. The traceback is in the log."
     )

@@ -68,28 +68,28 @@ def _of_task(task: str, paths: Sequence[Path], tokenizer: Any, forms: dict[str, 
 
 def _rows(path: Path, task: str, tokenizer: Any, forms: dict[str, str]) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(_cells(path), start=1):
-        place = f"{path.name}, row {number:,}"
-        prompt = _prompt(row, place, tokenizer)
+        where = f"{path.name}, row {number:,}"
+        prompt = _prompt(row, where, tokenizer)
         form = "text" if isinstance(prompt, str) else "messages"
-        other = next((where for known, where in forms.items() if known != form), None)
+        other = next((first for known, first in forms.items() if known != form), None)
         if other is not None:
             raise UsageError(
-                f"The prompt of {place} is {form}, and that of {other} is not: one column cannot hold both. Give "
+                f"The prompt of {where} is {form}, and that of {other} is not: one column cannot hold both. Give "
                 "load(…, tokenizer=…), which makes a text of each."
             )
-        forms.setdefault(form, place)
-        source = _text(row, "data_source", place)
-        first_seen.setdefault(source, place)
-        graded = _structure(row["reward_model"], "reward_model", place)
+        forms.setdefault(form, where)
+        source = _text(row, "data_source", where)
+        first_seen.setdefault(source, where)
+        graded = _structure(row["reward_model"], "reward_model", where)
         if not isinstance(graded, dict) or graded.get("ground_truth") is None:
-            raise UsageError(f"{place}: ground_truth is missing")
+            raise UsageError(f"{where}: ground_truth is missing")
         yield {
             "prompt": prompt,
             "task": task,
             "data_source": source,
-            "ability": "" if row.get("ability") is None else _text(row, "ability", place),
-            "ground_truth": _json(graded["ground_truth"], "ground_truth", place),
-            "extra_info": _json(_structure(row.get("extra_info"), "extra_info", place), "extra_info", place),
+            "ability": "" if row.get("ability") is None else _text(row, "ability", where),
+            "ground_truth": _json(graded["ground_truth"], "ground_truth", where),
+            "extra_info": _json(_structure(row.get("extra_info"), "extra_info", where), "extra_info", where),
         }
 
 
@@ -111,20 +111,20 @@ def _cells(path: Path) -> Iterator[dict[str, Any]]:
         raise UsageError(f"{path.name} cannot be read as parquet: {cut(str(error))}") from None
 
 
-def _prompt(row: Mapping[str, Any], place: str, tokenizer: Any) -> str | list[dict[str, str]]:
+def _prompt(row: Mapping[str, Any], where: str, tokenizer: Any) -> str | list[dict[str, str]]:
     """Text, or messages of `role` and `content`, by `apply_chat_template` where the row has it."""
     given, templated = row["prompt"], row.get("apply_chat_template")
     if templated not in (None, True, False):
-        raise UsageError(f"{place}: apply_chat_template is neither true nor false: {cut(repr(templated))}")
+        raise UsageError(f"{where}: apply_chat_template is neither true nor false: {cut(repr(templated))}")
     if isinstance(given, str) and given.strip():
         messages = [{"role": "user", "content": given}]
     elif isinstance(given, list) and given and all(map(_is_message, given)):
         messages = [{"role": message["role"], "content": message["content"]} for message in given]
     else:
-        raise UsageError(f"{place}: prompt is neither a text nor a list of messages: {cut(repr(given))}")
+        raise UsageError(f"{where}: prompt is neither a text nor a list of messages: {cut(repr(given))}")
     if templated is False or (templated is None and isinstance(given, str)):
         if len(messages) > 1:
-            raise UsageError(f"{place}: apply_chat_template is false, and prompt has {len(messages)} messages, not 1")
+            raise UsageError(f"{where}: apply_chat_template is false, and prompt has {len(messages)} messages, not 1")
         return messages[0]["content"]
     if tokenizer is None:
         return messages
@@ -140,14 +140,14 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _text(row: Mapping[str, Any], column: str, place: str) -> str:
+def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     value = row[column]
     if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"{place}: {column} is no text: {cut(repr(value))}")
+        raise UsageError(f"{where}: {column} is no text: {cut(repr(value))}")
     return value
 
 
-def _structure(cell: Any, column: str, place: str) -> Any:
+def _structure(cell: Any, column: str, where: str) -> Any:
     """A cell as it is, or what its text says in JSON or as a Python literal."""
     if not isinstance(cell, str):
         return cell
@@ -159,19 +159,19 @@ def _structure(cell: Any, column: str, place: str) -> Any:
         return literal_of(cell)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         raise UsageError(
-            f"{place}: {column} is neither JSON nor a Python literal (at most {LARGEST:,} characters, no f-strings and "
+            f"{where}: {column} is neither JSON nor a Python literal (at most {LARGEST:,} characters, no f-strings and "
             f'sets, keys that are texts): "{cut(cell)}"'
         ) from None
 
 
-def _json(value: Any, column: str, place: str) -> str:
+def _json(value: Any, column: str, where: str) -> str:
     """As text that says exactly the same. A tuple becomes a list."""
     try:
         text = _AS_JSON(value)
         if not _is_read_back(value):
             raise ValueError("a key that is no text, or halves of a character")
     except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{place}: {column} holds what JSON has not ({cut(str(error))})") from None
+        raise UsageError(f"{where}: {column} holds what JSON has not ({cut(str(error))})") from None
     return text
 
 

@@ -131,10 +131,10 @@ class TaskGradients:
             with self._accelerator.no_sync(model):
                 yield
         before = self._sums.setdefault(task, [None] * len(parameters))
-        for place, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                earlier, now = before[place], parameter.grad
-                before[place] = now if earlier is None else earlier.add_(now)
+                earlier, now = before[index], parameter.grad
+                before[index] = now if earlier is None else earlier.add_(now)
             parameter.grad = None
 
     def backward(self, task: int, loss: Tensor) -> None:
@@ -156,8 +156,8 @@ class TaskGradients:
         if is_sharded:
             dots = self._accelerator.reduce(dots.float(), reduction="sum").double()
         weights = task_weights(self._method, dots.cpu(), seed)
-        for place, parameter in enumerate(parameters):
-            parts = [(weight, self._sums[task][place]) for weight, task in zip(weights.tolist(), tasks, strict=True)]
+        for index, parameter in enumerate(parameters):
+            parts = [(weight, self._sums[task][index]) for weight, task in zip(weights.tolist(), tasks, strict=True)]
             known = [(weight, part) for weight, part in parts if part is not None]
             parameter.grad = (
                 sum((weight * part for weight, part in known[1:]), known[0][0] * known[0][1]) if known else None
@@ -169,10 +169,10 @@ class TaskGradients:
     def _reduce(self, parameters: Sequence[Any]) -> None:
         """The mean over processes, of each task, as DDP would make it."""
         for task in sorted(self._sums):
-            for place, parameter in enumerate(parameters):
-                own = self._sums[task][place]
+            for index, parameter in enumerate(parameters):
+                own = self._sums[task][index]
                 own = torch.zeros_like(parameter) if own is None else own
-                self._sums[task][place] = self._accelerator.reduce(own, reduction="mean")
+                self._sums[task][index] = self._accelerator.reduce(own, reduction="mean")
 
 
 def task_weights(method: str, dots: Tensor, seed: int) -> Tensor:

@@ -57,7 +57,7 @@ def codegen(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -
 def zebra(text: str, truth: Mapping[tuple[int, int], str]) -> float:
     """The share of the cells of `{"header": […], "rows": [[…]]}` that are right."""
     given = _cells(_data(text))
-    return sum(given.get(place) == value for place, value in truth.items()) / len(truth)
+    return sum(given.get(cell) == value for cell, value in truth.items()) / len(truth)
 
 
 def ordering(text: str, truth: Sequence[str]) -> float:

@@ -61,10 +61,10 @@ class Score:
         columns |= {"completions": completions, "data_source": data_source, "ground_truth": _values(ground_truth)}
         if "extra_info" in columns:
             columns["extra_info"] = _values(columns["extra_info"])
-        places: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         for index, source in enumerate(data_source):
-            places.setdefault(self.prefix_of(source), []).append(index)
-        for prefix, own in places.items():
+            indices.setdefault(self.prefix_of(source), []).append(index)
+        for prefix, own in indices.items():
             given = self._rewards[prefix](**{name: _own(value, own, len(rewards)) for name, value in columns.items()})
             for index, reward in zip(own, given, strict=True):
                 rewards[index] = reward
@@ -79,9 +79,9 @@ class Score:
         fitting = [prefix for prefix in self._rewards if source.startswith(prefix)]
         if fitting:
             return max(fitting, key=len)
-        place = f" ({first_seen[source]})" if source in first_seen else ""
+        where = f" ({first_seen[source]})" if source in first_seen else ""
         raise UsageError(
-            f"No reward for data_source {source!r}{place}. There are: {', '.join(self._rewards)}; add one with "
+            f"No reward for data_source {source!r}{where}. There are: {', '.join(self._rewards)}; add one with "
             f'score.using({{"{source.partition("__")[0]}": f}})'
         )
 
@@ -129,8 +129,8 @@ def _values(texts: Sequence[str]) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
-def _own(value: Any, places: Sequence[int], rows: int) -> Any:
-    return [value[place] for place in places] if isinstance(value, (list, tuple)) and len(value) == rows else value
+def _own(value: Any, indices: Sequence[int], rows: int) -> Any:
+    return [value[index] for index in indices] if isinstance(value, (list, tuple)) and len(value) == rows else value
 
 
 def _of_load(datasets: Iterable[Any]) -> list[Any]:

@@ -230,4 +230,4 @@ class TaskSampler(Sampler[int]):
             order: Sequence[int] = range(len(rows))
             if self._shuffle:
                 order = torch.randperm(len(rows), generator=self._generator, device="cpu").tolist()
-            yield from (rows[place] for place in order)
+            yield from (rows[index] for index in order)

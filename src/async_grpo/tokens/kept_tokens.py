@@ -23,7 +23,7 @@ _MOST_ID = (1 << 31) - 1
 _LONGEST = 5  # bytes of a number
 
 Kept = bytes
-"""Ids of the tokens that were kept at one place, the sampled one among them: int32, ascending. Empty: not known."""
+"""Ids of the tokens that were kept at one position, the sampled one among them: int32, ascending. Empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,14 +98,14 @@ def _encoded(numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
     import numpy as np
 
     lengths = np.ones(len(numbers), np.int64)
-    for place in range(1, _LONGEST):
-        lengths += numbers >= 1 << 7 * place
+    for byte in range(1, _LONGEST):
+        lengths += numbers >= 1 << 7 * byte
     starts = lengths.cumsum() - lengths
     stream = np.empty(int(lengths.sum()), np.uint8)
-    for place in range(_LONGEST):
-        there = lengths > place
-        bits = numbers[there] >> 7 * place & 127
-        stream[starts[there] + place] = bits | (lengths[there] > place + 1) << 7
+    for byte in range(_LONGEST):
+        there = lengths > byte
+        bits = numbers[there] >> 7 * byte & 127
+        stream[starts[there] + byte] = bits | (lengths[there] > byte + 1) << 7
     return stream
 
 
@@ -120,9 +120,9 @@ def _decoded(stream: NDArray[np.uint8]) -> NDArray[np.int64]:
     if lengths.max(initial=0) > _LONGEST:
         _bad("a number is too large")
     numbers = np.zeros(len(ends), np.int64)
-    for place in range(_LONGEST):
-        there = lengths > place
-        numbers[there] |= (stream[starts[there] + place].astype(np.int64) & 127) << 7 * place
+    for byte in range(_LONGEST):
+        there = lengths > byte
+        numbers[there] |= (stream[starts[there] + byte].astype(np.int64) & 127) << 7 * byte
     return numbers
 
 

@@ -17,7 +17,7 @@ _LEFT_OUT: Any = None
 class Tokens:
     """Tokens in their order, and a column for each thing that is noted of them, one value a token.
 
-    A column that is left out has its value for "unknown" in every place.
+    A column that is left out has its value for "unknown" for every token.
     """
 
     ids: list[int] = field(default_factory=list)

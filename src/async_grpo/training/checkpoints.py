@@ -126,7 +126,7 @@ def _say_if_other_data(trainer: GRPOTrainer, state: RunState) -> None:
 def find_best(state: TrainerState, resumed_from: Path | None) -> None:
     """Let the state of a resumed trainer name the best checkpoint so far, where it is now.
 
-    It names a relative place, which only the folder has that the run was begun in, or one that was moved since.
+    It names a relative path, which only the folder has that the run was begun in, or one that was moved since.
     """
     if resumed_from is None or not state.best_global_step:
         return
@@ -156,7 +156,7 @@ class CheckpointFolder:
         output_dir.claim(self.path, state.run_id, run.root)
 
     def put(self, written: Path, used: RolloutState, batch: BatchInUse | None) -> None:
-        """Complete the checkpoint that transformers has written into `staging`, and give it its place."""
+        """Complete the checkpoint that transformers has written into `staging`, and give it its name."""
         if batch is not None:
             save_batch(written, batch)
         checkpoint_folders.save(written, replace(used, run_dir=str(self._run.root.resolve())))

@@ -251,7 +251,7 @@ class Follower(TrainingEvents):
         if batch is not None:
             checkpoints.save_batch(checkpoint, batch, self._ranks.rank)
         self._ranks.wait_for_all()  # rank 0 completes the checkpoint
-        self._ranks.wait_for_all()  # and has given it its place
+        self._ranks.wait_for_all()  # and has given it its name
 
     def _until(self, awaited: Message) -> bytes:
         while True:

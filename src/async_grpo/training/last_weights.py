@@ -34,25 +34,25 @@ class _KeepsLastWeights(TrainerCallback):
 
     def __init__(self, trainer: GRPOTrainer, run: RunDir, should_stop: Callable[[], bool]) -> None:
         self._trainer, self._should_stop = trainer, should_stop
-        self._place = run.last_weights
+        self._path = run.last_weights
         self._written = run.last_weights.with_name("last_weights.part")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:  # a resumed run trains on: they are no longer the last
-            shutil.rmtree(self._place, ignore_errors=True)
+            shutil.rmtree(self._path, ignore_errors=True)
             shutil.rmtree(self._written, ignore_errors=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._trainer.saved_at and not self._in_pieces():
             return
         activity.doing(SAVING)
-        folder, needed = self._place.parent, self._bytes()
+        folder, needed = self._path.parent, self._bytes()
         if state.is_world_process_zero:
             wait_for_space(folder, needed, make_space=lambda: None, should_stop=self._should_stop)
-        with said_if_full(folder, needed, self._place.name):
+        with said_if_full(folder, needed, self._path.name):
             self._save()
         if state.is_world_process_zero:
-            self._written.rename(self._place)
+            self._written.rename(self._path)
 
     def _in_pieces(self) -> bool:
         """Whether checkpoints have a file of each rank (FSDP's SHARDED_STATE_DICT), which transformers cannot load."""

@@ -147,7 +147,7 @@ class AsyncTraining(TrainingEvents):
         batch = self._trainer.batch_after_step
         state = self._rollouts.state_at(self.step, passes_done=batch.passes_done if batch is not None else 0)
         self._folder.put(checkpoint, state, batch)
-        self._leader.wait_for_all()  # no rank goes on before the checkpoint has its place
+        self._leader.wait_for_all()  # no rank goes on before the checkpoint has its name
         self._archive.checkpointed(state)
         self._folder.rotate()
         activity.progress()

@@ -133,8 +133,8 @@ def logged_by_workers(batch: Sequence[RolloutGroup]) -> Iterator[tuple[str, floa
 def added_by_workers(batch: Sequence[RolloutGroup]) -> Iterator[tuple[str, str, list[float]]]:
     """What the user's code in workers added to the trainer's `_metrics`: mode, name, values."""
     for group in batch:
-        for place, values in group.added_metrics.items():
-            mode, _, name = place.partition("/")
+        for key, values in group.added_metrics.items():
+            mode, _, name = key.partition("/")
             if mode not in ("train", "eval"):
                 raise ValueError(f"{mode!r} is no mode of TRL's metrics")
             yield mode, name, values

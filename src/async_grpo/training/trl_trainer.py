@@ -100,7 +100,7 @@ class AsyncGRPOMixin(CorrectedLoss):
         groups = self.events.take_groups(self.state.global_step)
         rows = own_share(self, [row for group in groups for row in rows_for_trl(group)])
         with_own = own_share(self, [bool(group.prompts) for group in groups for _ in range(group.job.num_generations)])
-        self._prompts = {place: row["prompt"] for place, row in enumerate(rows) if with_own[place]}
+        self._prompts = {index: row["prompt"] for index, row in enumerate(rows) if with_own[index]}
         with _serving(self, groups, rows):
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
             output |= self.kept_columns()
@@ -155,8 +155,8 @@ class AsyncGRPOMixin(CorrectedLoss):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As transformers does, but into the folder that `before_checkpoint` names. A hub gets it from its place."""
         args, name = self.args, f"checkpoint-{self.state.global_step}"
-        place = Path(self._get_output_dir(trial)) / name
-        with said_if_full(place.parent, bytes_needed(self), name):
+        final = Path(self._get_output_dir(trial)) / name
+        with said_if_full(final.parent, bytes_needed(self), name):
             self._saves_into = self.events.before_checkpoint()
             written = Path(self._get_output_dir(trial)).absolute() / name
             push, args.push_to_hub = args.push_to_hub, False
@@ -164,11 +164,11 @@ class AsyncGRPOMixin(CorrectedLoss):
                 super()._save_checkpoint(model, trial)
             finally:
                 args.push_to_hub, self._saves_into = push, None
-            self._name_best_checkpoint(written, place)
+            self._name_best_checkpoint(written, final)
             self.events.checkpoint_written(written)
         self.saved_at = self.state.global_step
         if push:
-            self._push_from_checkpoint(str(place))
+            self._push_from_checkpoint(str(final))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -182,11 +182,11 @@ class AsyncGRPOMixin(CorrectedLoss):
             say_if_schedule_begins_again(Path(checkpoint) / SCHEDULER_NAME)
             settings.put_back(self.optimizer, self.lr_scheduler, self.state.global_step)
 
-    def _name_best_checkpoint(self, written: Path, place: Path) -> None:
-        """Where this checkpoint is the best so far, its state names the place that it will have."""
+    def _name_best_checkpoint(self, written: Path, final: Path) -> None:
+        """Where this checkpoint is the best so far, its state names the path that it will have."""
         best = self.state.best_model_checkpoint
         if best is not None and Path(best).absolute() == written:
-            self.state.best_model_checkpoint = str(place)
+            self.state.best_model_checkpoint = str(final)
             if self.args.should_save:
                 self.state.save_to_json(str(written / TRAINER_STATE_NAME))
 

@@ -112,6 +112,6 @@ def _values(trainer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for place, module in model.named_modules() if is_adapter(model) else ():
+    for path, module in model.named_modules() if is_adapter(model) else ():
         for name in _OF_ADAPTERS if hasattr(module, "merged_adapters") else ():
-            yield f"{name} of {place}", copy.copy(getattr(module, name, None))
+            yield f"{name} of {path}", copy.copy(getattr(module, name, None))

@@ -119,19 +119,19 @@ def collate(groups: Sequence[Sequence[LabelledRow]]) -> dict[str, Tensor]:
     ids_BT = torch.zeros(len(rows), longest, dtype=torch.long, device="cpu")
     mask_BT = torch.zeros_like(ids_BT)
     labels_BT = torch.full_like(ids_BT, UNLABELLED, dtype=torch.float32)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         end = len(row.tokens)
-        ids_BT[place, :end] = ids_BT.new_tensor(row.tokens)
-        mask_BT[place, :end] = 1
-        labels_BT[place, row.unlabelled : end] = row.label
+        ids_BT[index, :end] = ids_BT.new_tensor(row.tokens)
+        mask_BT[index, :end] = 1
+        labels_BT[index, row.unlabelled : end] = row.label
     return {"input_ids_BT": ids_BT, "attention_mask_BT": mask_BT, "labels": labels_BT}
 
 
 def check_returns(rows: Rows, settings: HeadSettings) -> None:
     """Refuse a reward that the head has no place for, and say what rounding to atoms costs."""
     low, high, eta = settings.V_min, settings.V_max, settings.guidance.strength
-    for place, row in enumerate(rows.items):
-        where = f"row {place} (problem {row.problem}) has the reward {row.label:g}"
+    for index, row in enumerate(rows.items):
+        where = f"row {index} (problem {row.problem}) has the reward {row.label:g}"
         if not low <= row.label <= high:
             raise UsageError(f"{where}, outside of V_min {low:g} and V_max {high:g}: set them to the reward's bounds.")
         if settings.guidance.mode == "bernoulli" and row.label not in (low, high):

@@ -29,7 +29,7 @@ class Cut:
     """Asks for continuations of a problem's completion from a cut on, sampled or greedy.
 
     Attributes:
-        problem: place of the problem in the dataset.
+        problem: index of the problem in the dataset.
         prefix: tokens that the completion begins with; none: from its beginning.
         count: continuations to sample.
         greedy: the likeliest token each time, where all continuations are equal.

@@ -162,7 +162,7 @@ def split_by_prompt(pairs: Rows, seed: int) -> tuple[list[list[LabelledRow]], li
     groups = pairs.groups()
     prompts = list(dict.fromkeys(group[0].prompt for group in groups))
     drawn = np.random.default_rng(seed).permutation(len(prompts))[: int(HELD_OUT * len(prompts))]
-    held_out = {prompts[place] for place in drawn}
+    held_out = {prompts[index] for index in drawn}
     return (
         [group for group in groups if group[0].prompt not in held_out],
         [group for group in groups if group[0].prompt in held_out],
@@ -171,7 +171,7 @@ def split_by_prompt(pairs: Rows, seed: int) -> tuple[list[list[LabelledRow]], li
 
 def right_pairs(model: Any, pairs: Sequence[Sequence[LabelledRow]]) -> list[float]:
     """1 for each pair whose chosen text has the higher score, else 0; says how many, and warns where it is chance."""
-    chosen, rejected = (scores_of_texts(model, [pair[place].tokens for pair in pairs]) for place in (0, 1))
+    chosen, rejected = (scores_of_texts(model, [pair[index].tokens for pair in pairs]) for index in (0, 1))
     right = [float(better > worse) for better, worse in zip(chosen, rejected, strict=True)]
     if not right:
         logger.warning("Nothing says how good the proxy is: of fewer than 10 prompts no pair is held out.")

@@ -119,8 +119,8 @@ def cuts_of(roll_ins: Sequence[Continuations], seed: int, round_number: int, eac
     for roll_in in roll_ins:
         rng = np.random.default_rng([seed, round_number, roll_in.cut.problem])
         tokens = roll_in.completions[0]
-        for place in rng.integers(max(1, len(tokens)), size=each).tolist():
-            yield Cut(problem=roll_in.cut.problem, prefix=tokens[:place])
+        for position in rng.integers(max(1, len(tokens)), size=each).tolist():
+            yield Cut(problem=roll_in.cut.problem, prefix=tokens[:position])
 
 
 def pairs_plan(settings: PreferenceSettings, problems: int, round_number: int) -> Plan:

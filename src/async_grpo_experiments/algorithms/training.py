@@ -67,10 +67,10 @@ def fit(trainer: Trainer, folder: Path, save: Callable[[Path], None]) -> Trained
 def check_lengths(rows: Rows, config: Any) -> None:
     """Refuse a row that the model has no positions for: nothing is truncated, and none is left out."""
     most = getattr(config, "max_position_embeddings", None)
-    for place, row in enumerate(rows.items):
+    for index, row in enumerate(rows.items):
         if most is not None and len(row.tokens) > most:
             raise UsageError(
-                f"row {place} (problem {row.problem}) has {len(row.tokens)} tokens, and the model has {most} "
+                f"row {index} (problem {row.problem}) has {len(row.tokens)} tokens, and the model has {most} "
                 "positions: sample with a smaller max_new_tokens."
             )
 

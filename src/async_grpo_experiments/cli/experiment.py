@@ -49,7 +49,7 @@ def build_parser() -> Parser:
 def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.runner import experiment
     from async_grpo_experiments.runner.config import checked
-    from async_grpo_experiments.runner.config_files import changed, composed, config_of, place_of_conf, write_conf
+    from async_grpo_experiments.runner.config_files import changed, composed, config_of, folder_of_conf, write_conf
 
     _refuse_launchers()
     keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         root = begun[0]
         config = changed(root, keys)
     else:
-        config = checked(composed(place_of_conf(), keys))
+        config = checked(composed(folder_of_conf(), keys))
         root = args.outputs / config.experiment.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if args.dry_run:
         return _plan(config, root.parent.parent)

@@ -34,7 +34,7 @@ EXAMPLES = """\
 exit codes: 0 all runs finished; 1 at least one failed; 2 nothing could be started; 130 stopped by Ctrl-C"""
 DATASETS = ("gsm8k", "math", "mbpp")
 DATASET_SETUP = Path("src/app/trainer_setup_dataset.py")
-_PLACES = ("output_base", "run_prefix", "start_instance", "config", "dataset")  # say which sweep is meant
+_IDENTITY = ("output_base", "run_prefix", "start_instance", "config", "dataset")  # say which sweep is meant
 _TRAINING = tuple(f.name for f in fields(TrainingSettings) if f.name not in ("resume", *OWN_SETTINGS))
 _WORK = tuple(f.name for f in fields(WorkerSettings) if f.name != "stall_warning")
 
@@ -119,7 +119,7 @@ def _refuse_for_plain_trl(given: Collection[str]) -> None:
 
 def _resumed(args: argparse.Namespace) -> Sweep:
     """The sweep to continue, with the options that it was begun with."""
-    if other := sorted(args.given - {*_PLACES, "resume"}):
+    if other := sorted(args.given - {*_IDENTITY, "resume"}):
         raise UsageError(
             f"A resumed sweep has the options that it was begun with: leave {', '.join(map(flag_name, other))} out."
         )

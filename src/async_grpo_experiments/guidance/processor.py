@@ -237,8 +237,8 @@ class GuidanceProcessor(LogitsProcessor):
         dtype = self._head.backbone.dtype
         block = torch.zeros(sees_b.shape, dtype=dtype, device=sees.device).masked_fill(~sees_b, torch.finfo(dtype).min)
         ids = torch.cat([input_ids_bL[:, seen:], candidates_bk], dim=1)
-        places_bL = _positions(mask_bL)
-        positions = torch.cat([places_bL[:, seen:], (places_bL[:, -1:] + 1).expand(b, k)], dim=1)
+        positions_bL = _positions(mask_bL)
+        positions = torch.cat([positions_bL[:, seen:], (positions_bL[:, -1:] + 1).expand(b, k)], dim=1)
         found = self._head(ids, block, positions, past_key_values=self._cache, use_cache=True)
         self._cache.crop(-k)
         self._cached_bL = input_ids_bL

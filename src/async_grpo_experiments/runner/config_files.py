@@ -50,7 +50,7 @@ def composed(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return {str(name): value for name, value in tree.items()}
 
 
-def place_of_conf() -> Path:
+def folder_of_conf() -> Path:
     """`./conf` where it has a configuration, else that of the package."""
     own = Path("conf")
     return own if (own / CONFIG).is_file() else PACKAGED

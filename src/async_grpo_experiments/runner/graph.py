@@ -62,11 +62,11 @@ class Stage:
 def jobs_of(config: ExperimentConfig) -> list[ExperimentJob]:
     """Every job of the matrix, references first."""
     seed, many = config.experiment.seed, config.num_samples > 1
-    places = [(family, dataset) for dataset in config.training.datasets for family in config.families]
-    found = [ExperimentJob(algo="", family=family, dataset=dataset, round=0, seed=seed) for family, dataset in places]
+    pairs = [(family, dataset) for dataset in config.training.datasets for family in config.families]
+    found = [ExperimentJob(algo="", family=family, dataset=dataset, round=0, seed=seed) for family, dataset in pairs]
     found += [
         ExperimentJob(algo=algo, family=family, dataset=dataset, round=n, seed=seed + i, sample=i if many else None)
-        for family, dataset in places
+        for family, dataset in pairs
         for algo in config.enabled
         for i in range(config.num_samples)
         for n in range(1, config.rounds_of_training + 1)

@@ -38,7 +38,7 @@ class EvaluatedSet:
 
     Attributes:
         eta: strength of guidance; None: there is none.
-        by_problem: success and mean reward of each problem, by its place in the dataset.
+        by_problem: success and mean reward of each problem, by its index in the dataset.
     """
 
     dataset: str
@@ -146,21 +146,21 @@ def _tables(lines: Sequence[EvaluatedLine]) -> dict[tuple[str, str], list[Evalua
 
 def _clearly_best(lines: Sequence[EvaluatedLine]) -> EvaluatedLine | None:
     """The best line, where it is better than every other one over the problems that both answered."""
-    place = 0 if all("pass@1" in line.evaluation.figures for line in lines) else 1  # of `by_problem`'s values
-    name = ("pass@1", "reward_mean")[place]
+    column = 0 if all("pass@1" in line.evaluation.figures for line in lines) else 1  # of `by_problem`'s values
+    name = ("pass@1", "reward_mean")[column]
     rated = [line for line in lines if name in line.evaluation.figures]
     if len(rated) < 2:
         return None
     best = max(rated, key=lambda line: line.evaluation.figures[name].value)
     others = [line for line in rated if line is not best]
-    return best if all(_is_better(best.evaluation, other.evaluation, place) for other in others) else None
+    return best if all(_is_better(best.evaluation, other.evaluation, column) for other in others) else None
 
 
-def _is_better(ours: EvaluatedSet, theirs: EvaluatedSet, place: int) -> bool:
+def _is_better(ours: EvaluatedSet, theirs: EvaluatedSet, column: int) -> bool:
     common = sorted({*ours.by_problem} & {*theirs.by_problem})
     if len(common) < 2:
         return False
-    found = bootstrap(np.array([ours.by_problem[one][place] - theirs.by_problem[one][place] for one in common]))
+    found = bootstrap(np.array([ours.by_problem[one][column] - theirs.by_problem[one][column] for one in common]))
     return found.low is not None and found.low > 0
 
 
@@ -177,7 +177,7 @@ def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:
 
     tables = _tables(lines)
     figure = Figure(figsize=(6 * len(tables), 4.5), layout="constrained")
-    colours = {algo: f"C{place}" for place, algo in enumerate(dict.fromkeys(line.job.algo for line in lines))}
+    colours = {algo: f"C{index}" for index, algo in enumerate(dict.fromkeys(line.job.algo for line in lines))}
     for axes, ((dataset, family), own) in zip(np.ravel(figure.subplots(1, len(tables))), tables.items(), strict=True):
         name = "pass@1" if all("pass@1" in line.evaluation.figures for line in own) else "reward_mean"
         for algo, curve in _curves(own, name).items():

@@ -67,7 +67,7 @@ def get_trainer():
 
 
 class Work:
-    """One job's work: the algorithm, the problems, the places of its files."""
+    """One job's work: the algorithm, the problems, the paths of its files."""
 
     def __init__(self, config: ExperimentConfig, job: ExperimentJob, root: Path = Path()) -> None:
         self.config, self.job, self.root = config, job, root
@@ -397,8 +397,8 @@ class SampledAnswers:
     def __init__(self, samples: Iterable[Mapping[str, Any]], rewards: Sequence[float], *, verified: bool) -> None:
         self._by_request: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
         for row, reward in zip(samples, rewards, strict=True):
-            place = row["wave"], row["problem"], row["request"]
-            self._by_request.setdefault(place, []).append({**row, "reward": reward})
+            key = row["wave"], row["problem"], row["request"]
+            self._by_request.setdefault(key, []).append({**row, "reward": reward})
         self._wave, self._verified = -1, verified
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
@@ -407,8 +407,8 @@ class SampledAnswers:
         before: dict[int, int] = {}
         found = []
         for cut in cuts:
-            place = before[cut.problem] = before.get(cut.problem, -1) + 1
-            if rows := self._by_request.get((self._wave, cut.problem, place)):
+            request = before[cut.problem] = before.get(cut.problem, -1) + 1
+            if rows := self._by_request.get((self._wave, cut.problem, request)):
                 found.append(_continuations(cut, rows, self._verified))
         return found
 

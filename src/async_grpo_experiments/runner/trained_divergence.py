@@ -37,8 +37,8 @@ def _padded(group: RolloutGroup) -> tuple[torch.Tensor, torch.Tensor]:
     ids_BT = torch.zeros(len(lengths), len(prompt) + max(lengths), dtype=torch.long, device="cpu")
     mask_BT = torch.zeros_like(ids_BT)
     completions = torch.split(torch.from_numpy(group.completion_ids).long(), lengths)
-    for place, completion in enumerate(completions):
+    for index, completion in enumerate(completions):
         end = len(prompt) + len(completion)
-        ids_BT[place, :end] = torch.cat([completion.new_tensor(prompt), completion])
-        mask_BT[place, len(prompt) : end] = 1
+        ids_BT[index, :end] = torch.cat([completion.new_tensor(prompt), completion])
+        mask_BT[index, len(prompt) : end] = 1
     return ids_BT, mask_BT

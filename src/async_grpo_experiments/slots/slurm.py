@@ -24,7 +24,7 @@ from typing import Any, Self
 from async_grpo.errors import AsyncGRPOError, BadFileError, UsageError
 from async_grpo.launch.supervisor import Exit, Exits, Health
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.folders import check_place, make_folder
+from async_grpo.rundir.folders import check_folder, make_folder
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup.process import has_ended, start_logged, within
@@ -99,7 +99,7 @@ class SlurmStarter:
     ) -> None:
         import submitit
 
-        check_place(folder)
+        check_folder(folder)
         self._folder = make_folder(folder)
         self._parameters, self._say, self._look = dict(parameters), say, look
         self._executor, self._is_slurm = submitit.AutoExecutor(folder, cluster=cluster), cluster == "slurm"

@@ -44,8 +44,8 @@ class Effect:
 
 def side(folder: Path) -> FinishedRuns:
     """The runs of the sweep in a folder. `RunDirError` if there is none."""
-    place = plan.find(folder)
-    return finished_runs(plan.load(place), ledger.read(place / LEDGER), str(place))
+    path = plan.find(folder)
+    return finished_runs(plan.load(path), ledger.read(path / LEDGER), str(path))
 
 
 def compare(a: FinishedRuns, b: FinishedRuns, *, figure: str | None = None, step: int | None = None) -> Effect:
@@ -122,8 +122,8 @@ def _over_problems(ours: Sequence[Curves], theirs: Sequence[Curves], step: int, 
     problems = sorted(set.intersection(*(set(values) for values in (*found[0], *found[1]))))
     if len(problems) < 2:
         return None
-    place = FIGURES.index(figure)
-    means = [np.array([[values[p][place] for p in problems] for values in one]).mean(axis=0) for one in found]
+    index = FIGURES.index(figure)
+    means = [np.array([[values[p][index] for p in problems] for values in one]).mean(axis=0) for one in found]
     return bootstrap(means[0] - means[1])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_grpo.errors import BadFileError, RunDirError, UsageError
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.folders import check_place
+from async_grpo.rundir.folders import check_folder
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.settings import SEEDS, TrainingSettings, WorkerSettings
@@ -164,7 +164,7 @@ def name_of(setup: Path, dataset: str | None) -> str:
 def write(sweep: Sweep) -> None:
     """Keep the sweep, so that it can be continued from any folder, and compared after it was moved."""
     logs, versions, outputs = (
-        str(place.absolute()) for place in (sweep.log_folder, sweep.kept_folder, Path(sweep.output_base))
+        str(path.absolute()) for path in (sweep.log_folder, sweep.kept_folder, Path(sweep.output_base))
     )
     kept = replace(sweep, logs=logs, kept=versions, output_base=outputs)
     write_json(sweep.folder / "sweep.json", as_json(kept))
@@ -189,7 +189,7 @@ def own(folder: Path) -> Sweep:
     Raises:
         RunDirError: there is none, another user could have written it, or the folder was renamed.
     """
-    check_place(folder)
+    check_folder(folder)
     found = load(folder)
     if found.folder.absolute() != folder.absolute():
         raise RunDirError(
@@ -200,16 +200,16 @@ def own(folder: Path) -> Sweep:
     return found
 
 
-def find(place: Path) -> Path:
-    """The folder of the sweep in `place`, or of the only one below it. `RunDirError` if there is none, or several."""
-    if (place / "sweep.json").exists():
-        return place.resolve() if place.name in ("", "..") else place  # `.` and `..` are no names to compare
-    found = sorted(path.parent for path in place.glob("*/sweep.json"))
+def find(folder: Path) -> Path:
+    """The folder of the sweep in `folder`, or of the only one below it. `RunDirError` if there is none, or several."""
+    if (folder / "sweep.json").exists():
+        return folder.resolve() if folder.name in ("", "..") else folder  # `.` and `..` are no names to compare
+    found = sorted(path.parent for path in folder.glob("*/sweep.json"))
     if len(found) == 1:
         return found[0]
     if found:
-        raise RunDirError(f"{place} holds {len(found)} sweeps ({', '.join(map(str, found))}); name one.")
-    raise RunDirError(_no_sweep(place))
+        raise RunDirError(f"{folder} holds {len(found)} sweeps ({', '.join(map(str, found))}); name one.")
+    raise RunDirError(_no_sweep(folder))
 
 
 def _no_sweep(folder: Path) -> str:

@@ -119,7 +119,7 @@ class Enumerable:
         """P(b ≻ a) by prefix, as PITA's head learns it without error: a the greedy path, b sampled from a cut of it.
 
         Args:
-            both: the greedy one of a pair is labelled as well, with 1 − P; cuts are uniform over its places.
+            both: the greedy one of a pair is labelled as well, with 1 − P; cuts are uniform over its positions.
         """
         path = sample(self.reference, np.random.default_rng(0), 1, greedy=True)
         ends = 1 / (1 + np.exp(-beta * (self.rewards - self.rewards[numbers_of(path)])))
@@ -127,13 +127,13 @@ class Enumerable:
         if not both:
             return steps
         at_start = np.exp(self.reference[0][0]) @ steps[0][0]
-        before = [at_start, *(steps[t][_place(path, t)] for t in range(LENGTH))]
+        before = [at_start, *(steps[t][_index(path, t)] for t in range(LENGTH))]
         for t in range(LENGTH):  # the greedy path is labelled by every cut before its token t
             weights = [
-                np.exp(sum(self.reference[u][_place(path, u)] for u in range(cut, t + 1))) for cut in range(t + 1)
+                np.exp(sum(self.reference[u][_index(path, u)] for u in range(cut, t + 1))) for cut in range(t + 1)
             ]
             labels = sum(1 - before[cut] for cut in range(t + 1)) + sum(weights) * before[t + 1]
-            steps[t][_place(path, t)] = labels / (t + 1 + sum(weights))
+            steps[t][_index(path, t)] = labels / (t + 1 + sum(weights))
         return steps
 
     def answers(self, cuts: Sequence[Cut], seed: int, head: Steps | None = None) -> list[Continuations]:
@@ -161,21 +161,21 @@ def numbers_of(tokens_NT: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def ascents_reward(tokens_NT: NDArray[np.int64], *, graded: bool = False) -> Floats:
-    """1 where a token is its predecessor + 1 modulo 8; graded: .3 for each such place, .1 for a 7 at the end."""
+    """1 where a token is its predecessor + 1 modulo 8; graded: .3 for each such token, .1 for a 7 at the end."""
     ascents_N = (tokens_NT[:, 1:] == (tokens_NT[:, :-1] + 1) % TOKENS).sum(1)
     if graded:
         return np.minimum(1.0, np.round(0.3 * ascents_N + 0.1 * (tokens_NT[:, -1] == TOKENS - 1), 1))
     return (ascents_N >= 1).astype(np.float64)
 
 
-def _place(path_1T: NDArray[np.int64], t: int) -> tuple[int, int]:
+def _index(path_1T: NDArray[np.int64], t: int) -> tuple[int, int]:
     """Where the path's token t stands in an array [S, V]."""
     return int(numbers_of(path_1T[:, :t])[0]), int(path_1T[0, t])
 
 
 def letters_rows(count: int) -> list[dict[str, str]]:
     """Rows of a dataset: a letter each as prompt."""
-    return [{"prompt": LETTERS[place % TOKENS]} for place in range(count)]
+    return [{"prompt": LETTERS[index % TOKENS]} for index in range(count)]
 
 
 def ascents_of_letters(completions: Sequence[str], **_: Any) -> list[float]:

@@ -42,15 +42,15 @@ class CutSampler:
 
     def answer(self, cuts: Sequence[Cut]) -> list[Continuations]:
         """Continuations in the order of the cuts, from torch's random state."""
-        rows = [(place, cut) for place, cut in enumerate(cuts) for _ in range(cut.count)]
+        rows = [(index, cut) for index, cut in enumerate(cuts) for _ in range(cut.count)]
         found: list[list[tuple[int, ...]]] = [[] for _ in cuts]
         rows.sort(key=lambda row: _kind(row[1]))
         for _, alike in groupby(rows, key=lambda row: _kind(row[1])):
             of_kind = list(alike)
             for first in range(0, len(of_kind), BATCH):
                 batch = of_kind[first : first + BATCH]
-                for (place, _), tokens in zip(batch, self._sampled([cut for _, cut in batch]), strict=True):
-                    found[place].append(tokens)
+                for (index, _), tokens in zip(batch, self._sampled([cut for _, cut in batch]), strict=True):
+                    found[index].append(tokens)
         return [self._scored(cut, tuple(tokens)) for cut, tokens in zip(cuts, found, strict=True)]
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ class StarGraph:
 
     edges: tuple[tuple[int, int], ...]
     paths: tuple[tuple[int, ...], ...]
-    right: int = 0  # place of the path to the goal
+    right: int = 0  # index of the path to the goal
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def star_graphs(branches: int, length: int, count: int, *, nodes: int = 12, seed
         paths = [(names[0], *names[1 + b * (length - 1) : 1 + (b + 1) * (length - 1)]) for b in range(branches)]
         edges = [edge for path in paths for edge in itertools.pairwise(path)]
         order = rng.permutation(len(edges)).tolist()
-        yield StarGraph(tuple(edges[place] for place in order), tuple(paths), int(rng.integers(branches)))
+        yield StarGraph(tuple(edges[index] for index in order), tuple(paths), int(rng.integers(branches)))
 
 
 def star_tokenizer(nodes: int = 12) -> Any:

@@ -29,7 +29,7 @@ def install(server_url: str) -> None:
 
     def broadcast(iterator, group, src, post_iter_func) -> None:
         assert src == group.rank == 0
-        tensors = {f"{place:05d}": post_iter_func(item).contiguous() for place, item in enumerate(iterator)}
+        tensors = {f"{index:05d}": post_iter_func(item).contiguous() for index, item in enumerate(iterator)}
         requests.post(f"{server_url}/nccl", data=safetensors.torch.save(tensors), timeout=60).raise_for_status()
 
     vllm_client.packed_nccl_broadcast_producer = broadcast

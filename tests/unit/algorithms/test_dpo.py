@@ -55,7 +55,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     with torch.no_grad():
         for weight in trainer.model.parameters():
             weight += 0.02 * torch.randn_like(weight)
-    batch = trainer.data_collator([trainer.train_dataset[place] for place in range(4)])
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     found = [weight.grad.clone() for weight in trainer.model.parameters()]

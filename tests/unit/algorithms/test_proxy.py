@@ -49,7 +49,7 @@ def pairs(count: int, settings: ProxySettings) -> Rows:
     """Pairs of prompts that differ, and do not matter. The reward is the mean of the tokens, from 0 to 1."""
     world = replace(Enumerable.ascents(), rewards=all_sequences().mean(1) / 7)
     found = world.answers([Cut(problem=problem, count=4) for problem in range(count)], seed=settings.seed)
-    prompts = [tuple(one.cut.problem // 8**place % 8 for place in range(2)) for one in found]
+    prompts = [tuple(one.cut.problem // 8**index % 8 for index in range(2)) for one in found]
     return best_and_worst([replace(one, prompt=prompt) for one, prompt in zip(found, prompts)], settings)
 
 
@@ -92,9 +92,9 @@ def test_a_proxy_that_orders_by_chance_is_warned_of(
 def test_the_same_seed_gives_the_same_proxy_which_later_rounds_copy(settings: ProxySettings, tmp_path: Path) -> None:
     short = replace(settings, proxy=ProxyTraining(epochs=0.2))
     found = []
-    for place in range(2):
-        torch.manual_seed(place)
-        folder = proxy_of_round(short, pairs(100, settings), None, tmp_path / str(place))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        folder = proxy_of_round(short, pairs(100, settings), None, tmp_path / str(seed))
         found.append((folder / "model.safetensors").read_bytes())
     assert found[0] == found[1]
     later = proxy_of_round(short, NO_ROWS, tmp_path / "0" / "head", tmp_path / "later")

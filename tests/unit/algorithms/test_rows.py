@@ -53,7 +53,7 @@ def test_a_plan_of_pairs_cuts_each_roll_in_and_answers_it_greedily_and_sampled()
     assert {len(pair.cut.prefix) for pair in found} <= set(range(5))
     assert all(set(pair.completions[0]) == {0} != set(pair.completions[1]) for pair in found), "the greedy one first"
     assert not any(cut.guided for cut in waves[1])
-    assert waves == [waves[0], next_wave(waves[0])], "the same seed cuts at the same places"
+    assert waves == [waves[0], next_wave(waves[0])], "the same seed cuts at the same positions"
     assert next_wave(waves[0], round_number=3) != waves[1], "another round cuts at others"
 
 
@@ -126,7 +126,7 @@ def test_best_and_worst_of_each_group_are_a_pair_and_ties_are_counted(messages: 
 
 
 def test_each_cut_of_a_problem_has_a_draw_of_its_own() -> None:
-    cuts = [Cut(problem=0, prefix=(place,)) for place in range(400)]
+    cuts = [Cut(problem=0, prefix=(token,)) for token in range(400)]
     found = [Continuations(cut=cut, prompt=(9,), completions=((1,), (2,)), rewards=(1.0, 0.0)) for cut in cuts]
     chosen = [row.continuation == (1,) for row in best_and_worst(found, PAIRS).items if row.label == 1]
     assert np.mean(chosen) == pytest.approx(0.731, abs=0.07)

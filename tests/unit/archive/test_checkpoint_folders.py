@@ -61,11 +61,11 @@ def test_the_newest_complete_checkpoint_comes_back_as_it_was_saved(tmp_path: Pat
     assert names(tmp_path) == {"checkpoint-2", "checkpoint-9", "checkpoint-10"}
 
 
-def test_the_newest_of_several_places(tmp_path: Path) -> None:
+def test_the_newest_of_several_folders(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
     save(tmp_path / "b", 2)
-    places = [tmp_path / "none", tmp_path / "a", tmp_path / "b"]
-    found = checkpoint_folders.latest(places, "mine")
+    folders = [tmp_path / "none", tmp_path / "a", tmp_path / "b"]
+    found = checkpoint_folders.latest(folders, "mine")
     assert found is not None and found.path == tmp_path / "b" / "checkpoint-2"
 
 
@@ -161,7 +161,7 @@ def test_what_a_user_added_to_a_checkpoint_that_is_replaced_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(checkpoint_folders, "_exchange", lambda written, place: False)
+        monkeypatch.setattr(checkpoint_folders, "_exchange", lambda written, target: False)
     first = write(tmp_path, 10, weights=b"old")
     (first / "rollout_batch.safetensors").write_bytes(b"of the batch that it is in the middle of")
     checkpoint_folders.save(first, state(10))

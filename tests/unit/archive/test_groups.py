@@ -120,7 +120,7 @@ def test_no_permission_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_somebody_elses_run_is_a_sentence(mode: int) -> None:
     code = (
         "import os, sys; from async_grpo.cli import main; import async_grpo.reports.board\n"
-        "from async_grpo.cli.inspect import board, rollouts; import async_grpo.deltas.places\n"
+        "from async_grpo.cli.inspect import board, rollouts; import async_grpo.deltas.chain_folder\n"
         "import async_grpo.reports.rollouts; os.setuid(65534); sys.exit(main(sys.argv[1:]))"
     )
     with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which others may not enter
@@ -133,7 +133,7 @@ def test_somebody_elses_run_is_a_sentence(mode: int) -> None:
             assert done.returncode == 2 and "the run is someone else's" in done.stderr, done.stderr
 
 
-def test_another_run_in_the_same_place_is_noticed(tmp_path: Path) -> None:
+def test_another_run_in_the_same_folder_is_noticed(tmp_path: Path) -> None:
     run = three_steps(tmp_path)
     groups = FinishedGroups(run.root)
     list(groups.news())

@@ -48,7 +48,7 @@ def only(found: Iterable[Finding], subject: str) -> Finding:
 
 def test_the_checks_without_torch_find_nothing_wrong_with_this_machine(tmp_path: Path) -> None:
     asked = Asked(tmp_path / "worker")
-    found = [*machine.memory(asked), *machine.disk_space(asked), *machine.place(asked)]
+    found = [*machine.memory(asked), *machine.disk_space(asked), *machine.run_directory(asked)]
     assert not [finding for finding in found if finding.level is Level.ERROR], found
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -57,25 +57,25 @@ def test_the_directory_of_a_run_is_not_touched(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     run_dir.mkdir(mode=0o700)
     before = run_dir.stat().st_mtime_ns
-    assert only(machine.place(Asked(run_dir)), "run directory").level is Level.OK
+    assert only(machine.run_directory(Asked(run_dir)), "run directory").level is Level.OK
     assert run_dir.stat().st_mtime_ns == before
 
 
 def test_a_run_directory_that_others_can_change(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    [finding] = machine.place(Asked(tmp_path))
+    [finding] = machine.run_directory(Asked(tmp_path))
     assert finding.level is Level.ERROR and "can be written by others" in finding.found
 
 
 def test_a_run_directory_on_a_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "network_file_system", lambda path: "NFS")
-    [finding] = machine.place(Asked(tmp_path / "worker"))
+    [finding] = machine.run_directory(Asked(tmp_path / "worker"))
     assert finding.level is Level.ERROR and "is on NFS" in finding.found and "local disk" in finding.fix
 
 
 def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "why_not_writable", lambda path: f"{path}: its file system is read-only. Remount it.")
-    [finding] = machine.place(Asked(tmp_path / "worker"))
+    [finding] = machine.run_directory(Asked(tmp_path / "worker"))
     assert finding.level is Level.ERROR and finding.found.endswith(": its file system is read-only")
 
 

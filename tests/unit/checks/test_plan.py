@@ -18,7 +18,7 @@ from async_grpo.checks.plan.memory import published_bytes, server_bytes, trainer
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.formatting import size
-from async_grpo.rundir.folders import check_place, nearest_existing
+from async_grpo.rundir.folders import check_folder, nearest_existing
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.settings import ArchiveLimit
@@ -322,9 +322,9 @@ def test_workers_that_have_no_room_are_refused_and_many_for_few_cores_are_said(
     assert "3 workers and the server share 2 cores, so each has less than one" in capsys.readouterr().out
 
 
-def test_a_place_where_no_queue_can_be_is_refused_as_at_the_start(tmp_path: Path) -> None:
+def test_a_folder_where_no_queue_can_be_is_refused_as_at_the_start(tmp_path: Path) -> None:
     root = tmp_path / "worker"
-    check_place(root)
+    check_folder(root)
     root.mkdir(mode=0o700)
     root.chmod(0o777)
     with pytest.raises(RunDirError, match="can be written by others"):

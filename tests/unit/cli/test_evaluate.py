@@ -78,7 +78,7 @@ def test_a_resume_samples_as_the_evaluation_was_begun_where_it_says_nothing(
     assert "--eval-top-k 3 from now on; the run was begun without this option" in capsys.readouterr().out
 
 
-def test_a_place_for_the_figures_is_checked_before_they_are_made(
+def test_a_path_for_the_figures_is_checked_before_they_are_made(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*asked, "--json", str(tmp_path / "nowhere" / "figures.json")]) == 2

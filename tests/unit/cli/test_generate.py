@@ -33,7 +33,7 @@ def generate(*more: str) -> int:
     return main(["generate", "some/model", "--config", "setup.py", *more])
 
 
-def test_the_plan_has_the_model_and_the_place_of_the_rows(launched: list[RunPlan], tmp_path: Path) -> None:
+def test_the_plan_has_the_model_and_the_path_of_the_rows(launched: list[RunPlan], tmp_path: Path) -> None:
     assert generate("--out", "rows", "--samples", "3", "-n", "2", "--deterministic") == 1
     [plan] = launched
     assert plan.models == ("some/model",) and plan.rows == SampledRows(tmp_path / "rows", 3)

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from async_grpo.cli import main
 from async_grpo.deltas import checkpoint
-from async_grpo.deltas.places import kept_of, named_version
+from async_grpo.deltas.chain_folder import kept_of, named_version
 from async_grpo.deltas.statistics import kind_of, layer_of
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.paths import RunDir
@@ -96,9 +96,9 @@ def test_files_that_others_pickled_are_refused_and_not_opened(
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "delta_000001.pt").write_bytes(bomb)
-    for place in (tmp_path / "theirs", tmp_path / "theirs" / "delta_000001.pt"):
-        assert main(["delta", "rebuild", str(place)]) == 2
-        assert f"{place} is neither a chain of deltas nor a run directory" in capsys.readouterr().err
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "delta_000001.pt"):
+        assert main(["delta", "rebuild", str(path)]) == 2
+        assert f"{path} is neither a chain of deltas nor a run directory" in capsys.readouterr().err
     (chain / "000006.delta").write_bytes(bomb)
     assert main(["delta", "verify", str(chain)]) == 1
     assert "broken: 000006.delta: it is not a delta" in capsys.readouterr().out

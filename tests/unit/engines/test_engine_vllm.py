@@ -76,7 +76,7 @@ def test_a_vllm_that_cannot_name_the_kept_tokens_is_refused_with_a_sentence(
     assert built_from == []
 
 
-def test_an_engine_without_a_place_takes_a_temporary_one(built_from: list[tuple[str, list[str]]]) -> None:
+def test_an_engine_without_a_folder_takes_a_temporary_one(built_from: list[tuple[str, list[str]]]) -> None:
     build(None)
     [(folder, files)] = built_from
     assert files == ["config.json"] and not Path(folder).exists()

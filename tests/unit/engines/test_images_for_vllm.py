@@ -79,12 +79,12 @@ class Renderer:
         return self.processor
 
     def find(self, ids: list[int], updates: Any) -> Any:
-        places = [place for place in range(len(ids)) if ids[place : place + self.made] == [IMAGE] * self.made]
-        return {"image": places[:1]}
+        starts = [start for start in range(len(ids)) if ids[start : start + self.made] == [IMAGE] * self.made]
+        return {"image": starts[:1]}
 
     def put_in(self, ids: list[int], updates: Any) -> Any:
-        place = ids.index(IMAGE)
-        return [*ids[:place], *[IMAGE] * self.made, *ids[place + 1 :]], {"image": [place]}
+        start = ids.index(IMAGE)
+        return [*ids[:start], *[IMAGE] * self.made, *ids[start + 1 :]], {"image": [start]}
 
     def render_cmpl(self, prompts: Any) -> Any:
         self.pictures = prompts[0]["multi_modal_data"]["image"]

@@ -78,7 +78,7 @@ def test_a_jobs_own_temperature_of_one_is_taken_whatever_the_loss_has(model: Qwe
 
 
 def test_a_row_ends_behind_a_stop_string(model: Qwen3ForCausalLM) -> None:
-    letters = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate("abcdefghijklmnopqrstuvwx")}))
+    letters = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwx")}))
     letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split(Regex("[a-z]"), "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
     whole, _ = sample(engine_of(model, tokens=40), PROMPTS, seed=1)

@@ -52,7 +52,7 @@ def test_the_cache_changes_no_logits(model: Any, top_k: int) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_head_of_zeros_and_a_disabled_one_are_the_reference_bit_for_bit(model: Any, temperature: float) -> None:
     def completions(guidance: Guidance | None) -> Any:
-        prompts = [group([prompt] * 4, seq=place, seed=place) for place, prompt in enumerate(PROMPTS)]
+        prompts = [group([prompt] * 4, seq=index, seed=index) for index, prompt in enumerate(PROMPTS)]
         return [ids_and_logprobs(one.tokens) for one in run(engine(model, guidance, temperature=temperature), prompts)]
 
     wanted = completions(None)
@@ -107,12 +107,12 @@ def test_the_divergence_of_a_trained_policy_counts_its_completion_alone(model: A
     policy = reference(seed=3)
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 11, PAD]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
     found = divergence_of_policy(policy, model, ids, mask, temperature=0.5)
-    for row, place in mask.nonzero().tolist():
+    for row, position in mask.nonzero().tolist():
         with torch.no_grad():
             logq, logp = (
-                (one(ids[row : row + 1, :place]).logits[0, -1] / 0.5).log_softmax(-1) for one in (policy, model)
+                (one(ids[row : row + 1, :position]).logits[0, -1] / 0.5).log_softmax(-1) for one in (policy, model)
             )
-        assert float(found[row, place]) == pytest.approx(float((logq.exp() * (logq - logp)).sum()), rel=1e-4)
+        assert float(found[row, position]) == pytest.approx(float((logq.exp() * (logq - logp)).sum()), rel=1e-4)
     assert bool((found[mask == 0] == 0).all())
     assert bool((divergence_of_policy(model, model, ids, mask) == 0).all())
 

@@ -96,9 +96,9 @@ def test_a_truncated_or_garbled_file_is_refused(published, handle, data):
         if data.draw(st.booleans()):
             handle.write_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
         else:
-            place = data.draw(st.integers(0, len(raw) - 1))
-            garbled = raw[place] ^ data.draw(st.integers(1, 255))
-            handle.write_bytes(raw[:place] + bytes([garbled]) + raw[place + 1 :])
+            offset = data.draw(st.integers(0, len(raw) - 1))
+            garbled = raw[offset] ^ data.draw(st.integers(1, 255))
+            handle.write_bytes(raw[:offset] + bytes([garbled]) + raw[offset + 1 :])
             if json_equal(handle, raw):
                 return  # white space for white space
         with pytest.raises(HandleFileError, match=r"Delete it and restart|not a handle file|format version"):

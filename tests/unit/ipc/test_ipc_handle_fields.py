@@ -25,9 +25,9 @@ WAYS: list[Callable[[Path], object]] = [
 ]
 
 
-def set_to(*place: Any) -> Callable[[Body], object]:
+def set_to(*path_and_value: Any) -> Callable[[Body], object]:
     """`set_to("control", "fd", 0)` sets `body["control"]["fd"] = 0`."""
-    *way, name, value = place
+    *way, name, value = path_and_value
 
     def change(body: Body) -> None:
         inner: Any = body
@@ -69,7 +69,7 @@ CHANGES: dict[str, Callable[[Body], object]] = {
     "no blocks": set_to("memory", "blocks", []),
     "memory without end": set_to("memory", "nbytes", 1 << 70),
     "no room for the canary": no_room_for_the_canary,
-    "a block at an odd place": set_to("memory", "blocks", 1, "offset", 1),
+    "a block at an odd offset": set_to("memory", "blocks", 1, "offset", 1),
     "a block of an odd size": set_to("memory", "blocks", 1, "nbytes", 4097),
     "an empty tensor without end": first_tensor(shape=[0, 1 << 62, 1 << 62], stride=[1 << 62, 1, 1]),
     "a length of over 64 bits": first_tensor(shape=[0, 1 << 70], stride=[1, 1]),

@@ -73,10 +73,10 @@ class TakesAnother(Model):
 def version(number: int) -> dict[str, Tensor]:
     """As they are published: parts of one block of memory."""
     block = torch.arange(100, dtype=torch.float32) + 1000 * number
-    places = {"embed": (0, 12), "q": (12, 12), "k": (24, 6), "v": (30, 6), "scale": (40, 3)}
+    spans = {"embed": (0, 12), "q": (12, 12), "k": (24, 6), "v": (30, 6), "scale": (40, 3)}
     return {
         name: block[start : start + count].view(-1, 3) if count > 3 else block[start : start + count]
-        for name, (start, count) in places.items()
+        for name, (start, count) in spans.items()
     }
 
 

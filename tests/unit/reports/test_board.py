@@ -248,7 +248,7 @@ def test_one_process_keeps_a_board_and_the_second_is_told_who(tmp_path: Path) ->
     Board(run.root).update()
 
 
-def test_another_run_in_the_same_place_is_a_sentence(tmp_path: Path) -> None:
+def test_another_run_in_the_same_folder_is_a_sentence(tmp_path: Path) -> None:
     run = three_steps(tmp_path)
     with Board(run.root) as board:
         board.update()

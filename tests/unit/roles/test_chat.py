@@ -101,13 +101,13 @@ def test_a_run_means_its_newest_complete_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("made", ["nothing", "a folder", "checkpoints"])
 def test_what_is_no_checkpoint_is_refused(made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "place"
+    folder = tmp_path / "folder"
     says = {"nothing": "There is no folder", "a folder": "is not a checkpoint", "checkpoints": "checkpoint-7."}[made]
     if made != "nothing":
-        place.mkdir()
+        folder.mkdir()
     if made == "checkpoints":
-        (place / "checkpoint-7").mkdir()
-    assert main(["chat", str(place), "--device", "cpu"]) == 2
+        (folder / "checkpoint-7").mkdir()
+    assert main(["chat", str(folder), "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_a_live_run_deletes_while_it_is_loaded_is_replaced_by_
     gone, newest = tmp_path / "gone", save(tmp_path / "saved")
     gone.mkdir()
     found = iter([gone, newest])
-    monkeypatch.setattr(chat, "checkpoint_at", lambda place: next(found))
+    monkeypatch.setattr(chat, "checkpoint_at", lambda folder: next(found))
     said: list[str] = []
     chat.begin(tmp_path, "cpu", ChatOptions(), said.append)
     assert said == [f"loading {gone}", f"loading {newest}"]

@@ -33,9 +33,9 @@ Answer = Callable[[Claim], RolloutGroup]
 
 
 def answer(claim: Claim) -> RolloutGroup:
-    """Each completion is the prefix, the problem's first digit, and the place of the completion."""
+    """Each completion is the prefix, the problem's first digit, and the index of the completion."""
     job, size = claim.job, claim.job.num_generations
-    completions = [[*job.prefix_ids, int(job.row["prompt"][0]), place] for place in range(size)]
+    completions = [[*job.prefix_ids, int(job.row["prompt"][0]), index] for index in range(size)]
     tokens = [token for ids in completions for token in ids]
     return RolloutGroup(
         job=job,
@@ -47,7 +47,7 @@ def answer(claim: Claim) -> RolloutGroup:
         completion_lengths=np.array([len(ids) for ids in completions], np.int32),
         completion_ids=np.array(tokens, np.int32),
         sampling_logprobs=np.full(len(tokens), -0.5, np.float32),
-        rewards=np.array([[place] for place in range(size)], np.float32),
+        rewards=np.array([[index] for index in range(size)], np.float32),
         completions=["x"] * size,
     )
 
@@ -112,7 +112,7 @@ def test_without_a_plan_each_problem_has_the_same_number_of_rows_in_the_order_of
     assert stage.serve()
     rows = stage.rows()
     assert [(row["problem"], row["sample"], row["reward"]) for row in rows] == [
-        (n, place, float(place)) for n in range(4) for place in range(2)
+        (n, index, float(index)) for n in range(4) for index in range(2)
     ]
     assert rows[3]["completion_ids"] == [1, 1] and rows[3]["prompt_ids"] == [7]
     shown = select(FinishedGroups(stage.root), limit=None).rollouts

@@ -83,7 +83,7 @@ def all_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_files(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A known agent is answered when they have filled all places, and those that come at once go at once."""
+    """A known agent is answered when they have taken all connections, and those that come at once go at once."""
     monkeypatch.setattr(doors, "KEY_S", 600.0)
     with served.connect() as agents:
         agents.sendall(served.request(BODY).replace(b"Connection: close\r\n", b""))

@@ -39,7 +39,7 @@ def raised_by(work: Callable[..., Any], *arguments: Any) -> str:
     return "".join(traceback.format_exception(raised.value))
 
 
-def test_a_reward_that_always_fails_is_one_warning_and_it_names_the_code_and_the_place_of_the_traceback(
+def test_a_reward_that_always_fails_is_one_warning_and_it_names_the_code_and_the_line_of_the_traceback(
     warnings: list[str], tmp_path: Path
 ) -> None:
     failures = Failures(tmp_path / "quarantine")

@@ -291,9 +291,9 @@ def test_an_override_of_the_scoring_is_asked_as_well() -> None:
 
 @pytest.mark.parametrize("module", ["unsloth_compiled_cache.UnslothGRPOTrainer", "UnslothGRPOTrainer"])
 def test_the_scoring_of_a_package_that_does_what_trl_does_is_no_override(module: str) -> None:
-    place: dict[str, Any] = {"__name__": module}
-    exec("class Own:\n    def _calculate_rewards(self, *args):\n        raise AssertionError", place)
-    own = place["Own"]()
+    names: dict[str, Any] = {"__name__": module}
+    exec("class Own:\n    def _calculate_rewards(self, *args):\n        raise AssertionError", names)
+    own = names["Own"]()
     vars(own).update(vars(trainer([waits])))
     assert reward_calls(own, WorkerSettings(), deterministic=False) == RewardCalls(OVERLAPPING, BATCH)
 

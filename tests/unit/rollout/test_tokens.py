@@ -33,7 +33,7 @@ def test_a_sum_leaves_its_parts_as_they_were() -> None:
     assert first == sampled(1) and whole == sampled(1, 2, 3)
 
 
-def test_what_was_sampled_is_noted_at_its_place_and_no_more_than_is_left_of_it() -> None:
+def test_what_was_sampled_is_noted_at_its_index_and_no_more_than_is_left_of_it() -> None:
     completion = Tokens([1, 9, 2, 3], [-0.5] * 4, [1, 0, 1, 1])
     noted = completion.noted(0, sampled(1, version=4)).noted(2, sampled(2, 3, 8, version=5))
     assert columns(noted) == [

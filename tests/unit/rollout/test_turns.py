@@ -196,10 +196,10 @@ def test_groups_of_a_batch_engine_go_through_trl_together() -> None:
 
 
 @both
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_an_error_costs_one_group_of_those_that_go_together(joins: bool, place: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_costs_one_group_of_those_that_go_together(joins: bool, when: str) -> None:
     def code(sample: Any, row: int) -> Any:
-        if place == "before" and row == 20:
+        if when == "before" and row == 20:
             raise RuntimeError("the tool broke")
         made = one_turn(sample, row)
         if row == 20:

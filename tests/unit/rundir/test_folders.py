@@ -52,7 +52,7 @@ def test_a_directory_that_others_can_write_to_is_refused_unchanged(
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_a_place_that_cannot_be_written_is_refused(
+def test_a_folder_that_cannot_be_written_is_refused(
     tmp_path: Path, start: Callable[[Path], object], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`preview` too: it is what a dry run approves."""
@@ -78,7 +78,7 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path, start: Callable[[Path
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_place_below_a_file_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
+def test_a_folder_below_a_file_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="a part of this path is a file"):
         start(tmp_path / "file" / "worker")

@@ -357,9 +357,9 @@ def test_a_preview_says_what_a_start_would_do_and_does_nothing(
             prepare(root, planned(CONFIG, **flags))
         assert str(foretold.value) == str(real.value)
         return
-    found, place = preview(root, **flags)
+    found, folder = preview(root, **flags)
     assert found is fate
     assert snapshot(tmp_path) == before
     prepare(root, planned(CONFIG, **flags))
-    assert place.is_dir()
-    assert (place != root) == (fate is Fate.MOVED_ASIDE)
+    assert folder.is_dir()
+    assert (folder != root) == (fate is Fate.MOVED_ASIDE)

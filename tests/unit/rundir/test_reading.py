@@ -110,7 +110,7 @@ def test_a_field_of_another_shape_is_named(changes: dict[str, Any], reason: str)
 SOURCES = Path(rundir.__file__).parents[1]
 OF_MANY_RUNS = SOURCES.with_name("async_grpo_experiments")
 MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or named by the user on the command line
-    "rundir/reading.py": "the one place",
+    "rundir/reading.py": "the one module",
     "api/functions.py": "the script that this process runs",
     "archive/checkpoint_folders.py": "weights, which may be links to another disk: only their digest is taken",
     "checks/differential": "in a temporary folder",

@@ -87,12 +87,12 @@ def test_a_resumed_run_has_its_totals_apart_from_what_was_done_since(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = shown(run, capsys, rollouts=5120, resumed_from=60, rollouts_before=7680)
-    totals, since, places = re.split("├.*┤", text)
+    totals, since, folders = re.split("├.*┤", text)
     assert re.search(r"steps +│ 100 ", totals) and re.search(r"rollouts +│ 12800 ", totals)
     assert "0.250 → 0.960" in totals and "staleness" not in totals and " s " not in totals
     assert re.search(r"since the resume at step 60 +│ 40 steps in 61 s \(loading included\)", since)
     assert "5120, 212.3 a second" in since and "max 3" in since
-    assert "out/checkpoints" in places
+    assert "out/checkpoints" in folders
 
 
 def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

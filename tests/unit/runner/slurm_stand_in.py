@@ -70,7 +70,7 @@ def squeue(*options: str) -> None:
 
 def scancel(*options: str) -> None:
     names = [one.removeprefix("--name=") for one in options if one.startswith("--name=")]
-    signals = [options[place + 1] for place, one in enumerate(options) if one == "--signal"]
+    signals = [options[index + 1] for index, one in enumerate(options) if one == "--signal"]
     for number, found in jobs():
         if (number in options or found["name"] in names) and found["state"] == "RUNNING" and "pid" in found:
             with contextlib.suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.locks import KernelLock
 from async_grpo_experiments.runner import experiment
 from async_grpo_experiments.runner.config import checked
-from async_grpo_experiments.runner.config_files import changed, composed, place_of_conf, write_config
+from async_grpo_experiments.runner.config_files import changed, composed, folder_of_conf, write_config
 from async_grpo_experiments.runner.graph import chains_left, estimate_job_priority, graph_of, keys_of, kind_of, named
 from async_grpo_experiments.runner.peaks import BatchMemory, MemoryPeaks, StageForecast, StageSeconds
 from async_grpo_experiments.runner.run import MEMORY, SECONDS
@@ -219,7 +219,7 @@ class TestWithHydra:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keys = ["experiment.name=x", "algos.DPO.enabled=false", "algos.GRPO.enabled=false", "rounds_of_training=1"]
-        config = checked(composed(place_of_conf(), keys))
+        config = checked(composed(folder_of_conf(), keys))
         kinds = {kind_of(stage, config): stage for stage in graph_of(config).values()}
         halves = [BatchMemory(rows, rows * 10**10) for rows in (8, 4, 2, 1)]
         answers = {kind: StageForecast(memory=halves, disk=0) for kind in kinds}
@@ -235,7 +235,7 @@ class TestWithHydra:
 
     def test_the_time_of_a_kind_is_that_of_its_last_stage(self, capsys: pytest.CaptureFixture[str]) -> None:
         keys = ["algos.PITA.enabled=false", "algos.DPO.enabled=false", "algos.GRPO.enabled=false"]
-        config = checked(composed(place_of_conf(), ["experiment.name=x", *keys]))
+        config = checked(composed(folder_of_conf(), ["experiment.name=x", *keys]))
         for stage in graph_of(config).values():
             StageSeconds(Path(SECONDS)).note({kind_of(stage, config): 3600.0})
         assert main(["experiment", "experiment.name=x", *keys, "--outputs", ".", "--dry-run"]) == 0

@@ -70,10 +70,10 @@ def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
         check(checked(tree(datasets={"sums": {"source": "GSM8K", "path": str(path)}})))
 
 
-def test_cuts_are_answered_by_their_wave_and_place() -> None:
+def test_cuts_are_answered_by_their_wave_and_request() -> None:
     rows: list[dict[str, Any]] = [
-        {"problem": 1, "wave": wave, "request": place, "prompt_ids": [9], "completion_ids": ids, "reward": reward}
-        for wave, place, ids, reward in [(0, 0, [1, 2], 0.0), (1, 0, [1, 3], 1.0), (1, 1, [1, 2, 4], 0.5)]
+        {"problem": 1, "wave": wave, "request": request, "prompt_ids": [9], "completion_ids": ids, "reward": reward}
+        for wave, request, ids, reward in [(0, 0, [1, 2], 0.0), (1, 0, [1, 3], 1.0), (1, 1, [1, 2, 4], 0.5)]
     ]
     answers = SampledAnswers(rows, [row["reward"] for row in rows], verified=False)
     assert [one.completions for one in answers.answer([Cut(problem=0), Cut(problem=1)])] == [((1, 2),)]

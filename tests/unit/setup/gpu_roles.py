@@ -30,8 +30,8 @@ def begin(*_: object, **__: object) -> None:
 
 def run_role(command: str, device: str, setup: str) -> None:
     role, more = ROLES[command]
-    place = f"{setup}.{'plain' if command == 'train' else 'run'}"  # plain TRL refuses the server's
-    run_dir = [place] if command == "replay" else ["--run-dir", place]
+    folder = f"{setup}.{'plain' if command == 'train' else 'run'}"  # plain TRL refuses the server's
+    run_dir = [folder] if command == "replay" else ["--run-dir", folder]
     config = [setup] if command == "train" else ["--config", setup] if command == "server" else []
     with patch(role, begin), patch("async_grpo.setup.devices.check_torch_sees", lambda device: None):
         main([command, *config, *run_dir, "--device", device, *more])

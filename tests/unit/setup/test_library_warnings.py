@@ -44,7 +44,7 @@ def warn_of_more(text: str) -> None:
     warnings.warn(f"more {text}", stacklevel=1)
 
 
-def test_a_warning_is_told_once_for_each_place_that_gives_it(told: list[str]) -> None:
+def test_a_warning_is_told_once_for_each_line_that_gives_it(told: list[str]) -> None:
     of_peft, more = of_module("peft.tuners.lora", warn), of_module("peft.tuners.lora", warn_of_more)
     for text in ("a  long\n   one", "again"):
         of_peft(text)

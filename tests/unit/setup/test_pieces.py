@@ -46,7 +46,7 @@ class Accelerator:
 
 
 class Model(nn.Module):
-    """Says of each token a number that its own row and its place decide: by what is there, by columns, or by length."""
+    """Says of each token a number that its row and its position decide: by what is there, by columns, or by length."""
 
     def __init__(self, kind: str = "relative") -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, keep: int) -> tuple[Tensor, None]:
         self.seen.append((ids, mask))
-        place = mask.cumsum(1) if self.kind == "relative" else torch.arange(ids.shape[1]).expand_as(ids)
-        told = (ids * mask).cumsum(1) + 0.1 * place
+        position = mask.cumsum(1) if self.kind == "relative" else torch.arange(ids.shape[1]).expand_as(ids)
+        told = (ids * mask).cumsum(1) + 0.1 * position
         if self.kind == "bidirectional":
             told = told + ids.shape[1]
         return ((told * self.weight * mask)[:, -keep:], None)
@@ -254,7 +254,7 @@ def fewest(rows: list[tuple[int, int]], smallest: int, each: float) -> float:
 
     sums = []
     for chosen in range(1 << (len(rows) - 1)):
-        cuts = [0, *(place + 1 for place in range(len(rows) - 1) if chosen >> place & 1), len(rows)]
+        cuts = [0, *(cut + 1 for cut in range(len(rows) - 1) if chosen >> cut & 1), len(rows)]
         sums.append(sum(cost(order[start:stop]) for start, stop in pairwise(cuts)))
     return min(sums)
 

@@ -101,8 +101,8 @@ def test_a_record_with_no_seed_or_of_a_former_version_is_refused(sweep: Sweep, w
 def test_a_sweep_is_found_from_within_its_own_folder(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(sweep.folder)
     (sweep.folder / "tensorboard").mkdir()
-    for place in (Path(), Path("tensorboard/..")):
-        found = plan.own(plan.find(place))
+    for folder in (Path(), Path("tensorboard/..")):
+        found = plan.own(plan.find(folder))
         assert (found.folder, found.runs[0].output) == (sweep.folder, sweep.runs[0].output)
 
 

@@ -246,7 +246,7 @@ def read_by_python(text: str) -> Any:
 def test_a_cell_is_what_it_says_or_refused(
     tmp_path_factory: pytest.TempPathFactory, value: Any, write: Any, cut: int, swap: str
 ) -> None:
-    """Whole, or damaged at a place: whatever is loaded is exactly what the text says."""
+    """Whole, or damaged at a byte: whatever is loaded is exactly what the text says."""
     whole = write({"style": "rule", "ground_truth": value})
     path = tmp_path_factory.mktemp("cell") / "a.parquet"
     for text in (whole, whole[:cut] + swap + whole[cut + 1 :]):

@@ -162,7 +162,7 @@ def test_the_columns_of_a_batch_hold_the_sets_of_its_groups() -> None:
     ids = np.array([5, 9, 14, 3, 0, 21, 42], np.int32)
     texts: dict[str, Any] = {"completion_ids": ids, "completion_lengths": np.array([3, 4], np.int32)}
     plain = make_group(make_job(1), 0, **texts)
-    sets = [np.unique([token, 7 * place]).astype(np.int32) for place, token in enumerate(ids)]
+    sets = [np.unique([token, 7 * index]).astype(np.int32) for index, token in enumerate(ids)]
     group = make_group(make_job(1), 0, kept_tokens=pack([each.tobytes() for each in sets], ids), **texts)
     assert rows_of([plain]) is None
     rows = rows_of([group, plain])

@@ -57,7 +57,7 @@ def test_the_chance_of_the_right_path_is_that_of_samples() -> None:
     graphs = list(star_graphs(2, 2, 4, nodes=5, seed=1))
     sampler = CutSampler(model, tokenizer, star_rows(graphs), star_reward, max_new_tokens=4, verified=True)
     torch.manual_seed(0)
-    found = sampler.answer([Cut(problem=place, count=400) for place in range(4)])
+    found = sampler.answer([Cut(problem=index, count=400) for index in range(4)])
     assert all(one.correct == tuple(reward == 1 for reward in one.rewards) for one in found)
     sampled = [np.mean(one.rewards) for one in found]
     assert chances(model, tokenizer, graphs) == pytest.approx(sampled, abs=0.1)

@@ -59,8 +59,8 @@ def _recorded_rollouts(made: Sequence[Note]) -> Callable[[list[Any], Any], dict[
     left: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     for note in (note for note in made if note["kind"] == "rollouts"):
         size, output = len(note["prompts"]), note["output"]
-        for place, prompt in enumerate(note["prompts"]):
-            each = (it[place] if isinstance(it, list) and len(it) == size else it for it in output.values())
+        for index, prompt in enumerate(note["prompts"]):
+            each = (it[index] if isinstance(it, list) and len(it) == size else it for it in output.values())
             left[prompt].append(dict(zip(output, each, strict=True)))
 
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:

@@ -51,8 +51,8 @@ def _noting(sample: Callable[[Any], Any], trainer: Any, notes: Notes) -> Callabl
         for group in (group for group in ended if group.error is None):
             at = group.prepared
             for index, (prompt, tokens) in enumerate(zip(at.prompt_ids, group.tokens, strict=True)):
-                place = [at.job.seq, at.turn, at.place + index]
-                notes.add("sampled", at=place, prompt_ids=prompt, token_ids=tokens.ids)
+                position = [at.job.seq, at.turn, at.first_index + index]
+                notes.add("sampled", at=position, prompt_ids=prompt, token_ids=tokens.ids)
         return ended
 
     return sample_and_note

@@ -26,9 +26,9 @@ _LIBRARIES = ("trl", "transformers", "accelerate", "peft", "torch", "async_grpo"
 
 def note_rewards_and_tools(trainer: Any, notes: Notes) -> None:
     """Note from now on what is given to them where they are called: in the worker of a run, and in plain TRL."""
-    for place, (name, function) in enumerate(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)):
+    for index, (name, function) in enumerate(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)):
         if not hasattr(function, "forward"):  # a model: its scores are compared
-            trainer.reward_funcs[place] = around(function, partial(_scoring, notes, name, function))
+            trainer.reward_funcs[index] = around(function, partial(_scoring, notes, name, function))
     if inspect.isroutine(trainer.rollout_func):
         trainer.rollout_func = around(trainer.rollout_func, partial(_rollouts, notes))
     if trainer.tools:
@@ -136,7 +136,7 @@ def items_of(kwargs: dict[str, Any]) -> list[Note]:
             each = value if isinstance(value, list) and len(value) == size else [value] * size
             of_environment = name == "environments"
             columns[name] = [noted(vars(it) if of_environment and hasattr(it, "__dict__") else it) for it in each]
-    return [{**common, **{name: column[place] for name, column in columns.items()}} for place in range(size)]
+    return [{**common, **{name: column[index] for name, column in columns.items()}} for index in range(size)]
 
 
 def _rollouts(notes: Notes, args: Sequence[Any], kwargs: dict[str, Any]) -> Noting:

@@ -13,7 +13,7 @@ CHECKS: list[Check] = [
     machine.memory,
     machine.sandbox,
     machine.disk_space,
-    machine.place,
+    machine.run_directory,
     gpu.torch_and_weights,
     machine.cluster,
     setup_check.setup_file,

@@ -313,7 +313,7 @@ def _read(handle: str, reader: str, exporter: int) -> dict[str, Any]:
 
 
 def _pattern(device: str) -> Tensor:
-    """A different value in each place, so that nothing can arrive in another place unnoticed."""
+    """A different value in each element, so that none can arrive in another one unnoticed."""
     import torch
 
     return torch.arange(NUMBERS[torch.device(device).type], dtype=torch.int32, device=device)

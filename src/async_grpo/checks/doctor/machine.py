@@ -1,4 +1,4 @@
-"""What this machine has for a run: packages, memory, disk, a place for its queue, isolation; and its cluster."""
+"""What this machine has for a run: packages, memory, disk, a folder for its queue, isolation; and its cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from async_grpo.errors import PeerDiedError, RunDirError, UsageError
 from async_grpo.formatting import size
 from async_grpo.launch.host_memory import memory_group
 from async_grpo.rewards.sandbox import SWITCH, SandboxError, run_code
-from async_grpo.rundir.folders import check_place, nearest_existing
+from async_grpo.rundir.folders import check_folder, nearest_existing
 from async_grpo.version import __version__
 
 if TYPE_CHECKING:
@@ -140,10 +140,10 @@ def disk_space(asked: Asked) -> Iterator[Finding]:
         yield ok("disk", found)
 
 
-def place(asked: Asked) -> Iterator[Finding]:
+def run_directory(asked: Asked) -> Iterator[Finding]:
     """Judge whether the queue can be there: on a local disk, writable by this user and by no other."""
     try:
-        check_place(asked.run_dir)
+        check_folder(asked.run_dir)
     except RunDirError as refusal:
         fix = "Choose a --run-dir on a local disk (ext4, xfs, tmpfs) that only you can write to."
         yield error("run directory", str(refusal).split(". ")[0], fix)

@@ -38,12 +38,12 @@ def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -
     """
     training = plan.training
     require_memory(plan.num_workers)
-    fate, place = preview(root, resume=training.resume, overwrite=plan.launch.overwrite)
+    fate, folder = preview(root, resume=training.resume, overwrite=plan.launch.overwrite)
     question = Question(plan=plan, run_dir=root)
     facts = _look(question)
     _print(
         *_trainer_rows(plan.config, facts),
-        ("run directory", _fate(root, fate, place)),
+        ("run directory", _fate(root, fate, folder)),
         ("checkpoints", _checkpoints(facts, training)),
         *([("", facts.other_checkpoints)] if facts.other_checkpoints else []),
         *_process_rows(plan, facts.batch.processes),
@@ -105,11 +105,11 @@ def _trainer_rows(config: Path, facts: TrainerFacts) -> Rows:
     yield "training", f"{facts.precision}, {facts.optimizer}, {rate}, {loss}"
 
 
-def _fate(root: Path, fate: Fate, place: Path) -> str:
+def _fate(root: Path, fate: Fate, folder: Path) -> str:
     return {
         Fate.NEW: f"{root}: {'the run begins in it' if root.exists() else 'will be made'}",
         Fate.RESUMED: f"{root}: the run in it is resumed",
-        Fate.MOVED_ASIDE: f"{root}: the ended run in it is moved to {place}",
+        Fate.MOVED_ASIDE: f"{root}: the ended run in it is moved to {folder}",
         Fate.OVERWRITTEN: f"{root}: the queue, logs and metrics in it ARE DELETED (--overwrite); checkpoints stay",
     }[fate]
 
@@ -184,9 +184,9 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     if master == CPU:  # its memory is the host's
         facts = replace(facts, published_in_host_memory=False)
     published, own = size(memory.published_bytes(facts)), size(memory.weight_bytes(facts.parameters))
-    place = " in host memory" if facts.published_in_host_memory else ""
+    where = " in host memory" if facts.published_in_host_memory else ""
     yield "memory", f"server, on {_device(master)}: {size(memory.server_bytes(facts))}"
-    yield "", f"  {_parts(facts)}, published for the workers{place} {published} ({_slots(facts)})"
+    yield "", f"  {_parts(facts)}, published for the workers{where} {published} ({_slots(facts)})"
     sharing = _sharing(facts, plan)
     if sharing:
         starting = f"no weights of their own, but {own} each while they start"

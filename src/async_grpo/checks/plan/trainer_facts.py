@@ -434,12 +434,12 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state else None
     if found and state:
         check_checkpoint(trainer, state, found, _layout(ranks, trainer), run)
-    place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state else ""
-    output_dir.refuse_another_runs(place, run_id, question.run_dir)
+    folder, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state else ""
+    output_dir.refuse_another_runs(folder, run_id, question.run_dir)
     return {
-        "output_dir": str(place),
+        "output_dir": str(folder),
         "resumes_from": str(found.path) if found else "",
-        "other_checkpoints": output_dir.what_stays(place, run_id),
+        "other_checkpoints": output_dir.what_stays(folder, run_id),
     }
 
 

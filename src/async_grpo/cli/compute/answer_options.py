@@ -62,7 +62,7 @@ def planned(args: argparse.Namespace, models: Sequence[str], **more: Any) -> Run
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     return options.planned(
         args,
-        models=tuple(map(_place, models)),
+        models=tuple(map(_absolute, models)),
         master_device=master,
         worker_devices=workers,
         weights=choose_weights("auto", master, workers, args.server_devices),
@@ -104,10 +104,10 @@ def _refuse_no_workers(args: argparse.Namespace) -> None:
         raise UsageError("--num-workers 0 leaves nobody to answer. Give it a number of at least 1.")
 
 
-def _place(model: str) -> str:
+def _absolute(model: str) -> str:
     """Make a folder's path absolute, as the server may run elsewhere; anything else is a name of the hub."""
     from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.places import chain_folder, named_version, require_version
+    from async_grpo.deltas.chain_folder import chain_folder, named_version, require_version
 
     if (named := named_version(model)) is not None:
         require_version(named)

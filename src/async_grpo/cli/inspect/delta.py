@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     stats.add_argument("--plot", type=Path, metavar="FILE", help="a picture: heat maps over the versions (.png, .svg)")
     diff = commands.add_parser("diff", help="which tensors differ between two versions")
     for command in (verify, rebuild, stats, diff):
-        command.add_argument("place", type=Path, metavar="DIR", help="a run directory, or a chain's folder")
+        command.add_argument("folder", type=Path, metavar="DIR", help="a run directory, or a chain's folder")
     for command in (verify, stats, diff):
         command.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
     for name in ("old", "new"):
@@ -55,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
     return actions[args.action](args)
 
 
-def _chain(place: Path) -> Chain:
+def _chain(folder: Path) -> Chain:
     from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.places import chain_folder
+    from async_grpo.deltas.chain_folder import chain_folder
 
-    return Chain(chain_folder(place))
+    return Chain(chain_folder(folder))
 
 
 def _verify(args: argparse.Namespace) -> int:
-    chain = _chain(args.place)
+    chain = _chain(args.folder)
     verdict = chain.verify()
     for problem in verdict.problems:
         print(printable(f"broken: {problem}"))
@@ -85,7 +85,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _rebuild(args: argparse.Namespace) -> int:
     from async_grpo.deltas.checkpoint import write_checkpoint
 
-    chain = _chain(args.place)
+    chain = _chain(args.folder)
     if not chain.versions:
         raise DeltaChainError(f"{chain.folder} has no version yet.")
     version = chain.versions[-1] if args.step is None else args.step
@@ -101,7 +101,7 @@ def _rebuild(args: argparse.Namespace) -> int:
 def _stats(args: argparse.Namespace) -> int:
     from async_grpo.deltas.statistics import statistics
 
-    chain = _chain(args.place)
+    chain = _chain(args.folder)
     found = statistics(chain, args.over)
     for problem in found.problems:
         print(printable(f"left out: {problem}"))
@@ -154,7 +154,7 @@ def _show(found: Statistics) -> None:
 def _diff(args: argparse.Namespace) -> int:
     from async_grpo.deltas.statistics import differences, total
 
-    chain = _chain(args.place)
+    chain = _chain(args.folder)
     found = differences(chain.rebuild(args.old), chain.rebuild(args.new))
     share = total(found.values())
     print(f"version {args.old} to {args.new}: {share.changed:,} of {share.size:,} elements differ ({share.value:.2%})")

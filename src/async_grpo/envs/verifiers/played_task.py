@@ -125,8 +125,8 @@ class Exchange:
             read = [{"role": "tool", "name": name, "content": text} for name, text in results]
             if not self._conversation.hear(read):
                 return Segment(messages=segment)
-            for place, (name, text) in enumerate(results):
-                segment.append(self._record(ToolMessage(tool_call_id=f"call_{place}", name=name, content=text)))
+            for index, (name, text) in enumerate(results):
+                segment.append(self._record(ToolMessage(tool_call_id=f"call_{index}", name=name, content=text)))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(
@@ -165,10 +165,10 @@ def _plain(message: Any) -> Message:
 
 def _assistant(reply: Message) -> vf.AssistantMessage:
     calls = []
-    for place, call in enumerate(reply.get("tool_calls") or []):
+    for index, call in enumerate(reply.get("tool_calls") or []):
         function = call.get("function", call)
         arguments = function.get("arguments") or {}
-        calls.append(ToolCall(id=f"call_{place}", name=str(function.get("name")), arguments=json.dumps(arguments)))
+        calls.append(ToolCall(id=f"call_{index}", name=str(function.get("name")), arguments=json.dumps(arguments)))
     return vf.AssistantMessage(
         content=reply.get("content"), reasoning_content=reply.get("reasoning_content"), tool_calls=calls or None
     )

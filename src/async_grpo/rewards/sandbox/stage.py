@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself takes longer to import than all else here
     from typing import Any
 
-WORK = "/program"  # the program's directory, the only place where it can write
+WORK = "/program"  # the program's directory, the only folder where it can write
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 _SECCOMP_MODE_FILTER = 2
 _SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}

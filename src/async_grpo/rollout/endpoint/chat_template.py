@@ -92,7 +92,7 @@ class Chat:
         else:
             parsed = {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)}
         called = parsed.get("tool_calls") or []
-        calls = [_for_client(call, f"call_{number}_{place}") for place, call in enumerate(called)]
+        calls = [_for_client(call, f"call_{number}_{index}") for index, call in enumerate(called)]
         message: Message = {"role": "assistant", "content": parsed["content"] or (None if calls else "")}
         if calls:
             message["tool_calls"] = calls

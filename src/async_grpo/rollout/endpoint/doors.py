@@ -1,9 +1,9 @@
 """The connections of the endpoint, on 127.0.0.1.
 
 Any user of the machine can open one. Until it has shown the key of an episode, it is a stranger's. Those of other
-users get little of the worker: a short time, and few places. Those of this user stay, however late they show their key:
-an agent of a busy machine is slow. TCP has no credentials of its peer, so the kernel's table of connections says whose
-they are, and it is read only when time or places run out.
+users get little of the worker: a short time, and few connections. Those of this user stay, however late they show their
+key: an agent of a busy machine is slow. TCP has no credentials of its peer, so the kernel's table of connections says
+whose they are, and it is read only when time or connections run out.
 """
 
 from __future__ import annotations

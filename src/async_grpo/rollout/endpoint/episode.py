@@ -41,14 +41,14 @@ class Episode:
     """Answers requests, and records them.
 
     Args:
-        place: of its completion in the group.
+        index: of its completion in the group.
         number: to name it by in answers.
     """
 
     def __init__(
-        self, chat: Chat, rules: Rules, limits: TokenLimits, sample: Sample, *, place: int, number: str
+        self, chat: Chat, rules: Rules, limits: TokenLimits, sample: Sample, *, index: int, number: str
     ) -> None:
-        self.rules, self.place, self.number = rules, place, number
+        self.rules, self.index, self.number = rules, index, number
         self.is_full = False  # it has come to its greatest length
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transcript = Transcript()
@@ -148,9 +148,9 @@ class Episode:
     def _new(self, request: Request) -> Sequence[Message]:
         """The messages that come after the last answer, for the template."""
         seen = len(self._history)
-        for place, (message, earlier) in enumerate(zip(request.messages, self._history)):
+        for index, (message, earlier) in enumerate(zip(request.messages, self._history)):
             if not _are_alike(message, earlier):
-                raise _edited(f"message {place} ({message['role']}) is not what it was in the request before")
+                raise _edited(f"message {index} ({message['role']}) is not what it was in the request before")
         if len(request.messages) <= seen:
             raise _edited("it has no message behind the last answer")
         if list(request.tools) != list(self._tools):

@@ -87,7 +87,7 @@ class Harness:
         prompts = [prompt_of(row) for row in rows]
         if any(map(images_in, prompts)):
             raise UnsupportedError("OpenAIHarness takes prompts of text, and this dataset has images in them.")
-        episodes = [self._episode(job, version, place) for place in range(len(rows))]
+        episodes = [self._episode(job, version, index) for index in range(len(rows))]
 
         def note(error: BaseException) -> None:
             for episode in episodes:
@@ -98,13 +98,13 @@ class Harness:
             played = await self._asks.side_by_side(works, note)
             return self._group(job, version, rows, prompts, episodes, played, call)
 
-    def _episode(self, job: Job, version: int, place: int) -> Episode:
+    def _episode(self, job: Job, version: int, index: int) -> Episode:
         args = self._trl.trainer.args
         config = self._trl.trainer.model.config
         sequence = getattr(config, "text_config", config).max_position_embeddings
 
         async def sample(prompt_ids: list[int], turn: int) -> Tokens:
-            group = PreparedGroup(job=job, version=version, prompt_ids=[prompt_ids], turn=turn, place=place)
+            group = PreparedGroup(job=job, version=version, prompt_ids=[prompt_ids], turn=turn, first_index=index)
             return await self._asks.continued(group)
 
         return Episode(
@@ -112,8 +112,8 @@ class Harness:
             Rules(model=self._model, sampling=_allowed(self._sampling, job)),
             TokenLimits(completion=job.sampling.get("max_tokens", args.max_completion_length), sequence=sequence),
             sample,
-            place=place,
-            number=f"{job.seq}_{place}",
+            index=index,
+            number=f"{job.seq}_{index}",
         )
 
     async def _play(self, episode: Episode, prompt: Any) -> _PlayedEpisode:

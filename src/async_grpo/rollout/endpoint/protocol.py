@@ -173,7 +173,7 @@ def _unsupported(name: str, value: Any) -> RequestRefusal:
 
 
 def _messages(given: Any) -> list[Message]:
-    messages = [read_message(message, place) for place, message in enumerate(_list_of_dicts(given, "messages"))]
+    messages = [read_message(message, index) for index, message in enumerate(_list_of_dicts(given, "messages"))]
     if not messages:
         raise RequestRefusal("messages is empty.", code="invalid_value", param="messages")
     if messages[-1]["role"] == "assistant":
@@ -186,9 +186,9 @@ def _messages(given: Any) -> list[Message]:
     return messages
 
 
-def read_message(given: Mapping[str, Any], place: int = 0) -> Message:
+def read_message(given: Mapping[str, Any], index: int = 0) -> Message:
     """What of a message a chat template sees, in one form however the client wrote it. Raises `RequestRefusal`."""
-    where, role = f"messages.[{place}]", given.get("role")
+    where, role = f"messages.[{index}]", given.get("role")
     if role not in ROLES:
         raise RequestRefusal(
             f"{where}.role must be one of {', '.join(ROLES)}.", code="invalid_value", param=f"{where}.role"

@@ -101,7 +101,7 @@ class Asks:
         if not self._engine.capabilities.joins and (self._sampling or self._working):
             return []
         asks, self._waiting = [ask for ask in self._waiting if not ask[1].done()], []
-        asks.sort(key=lambda ask: (ask[0].job.seq, ask[0].place))
+        asks.sort(key=lambda ask: (ask[0].job.seq, ask[0].first_index))
         parts = [[ask] for ask in asks]
         if not self._engine.capabilities.joins:
             parts = [[*part] for _, part in groupby(asks, lambda ask: (ask[0].job.seq, ask[0].turn))]

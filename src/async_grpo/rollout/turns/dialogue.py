@@ -36,7 +36,7 @@ class Dialogue:
     """One completion on its way: `begin`, then `calls`, `prompt_after` and `add` as long as it `wants_tools`.
 
     Args:
-        group: the dialogue's, with the message that it begins with, and the place of its completion.
+        group: the dialogue's, with the message that it begins with, and the index of its completion.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Dialogue:
         self._results = results
         self.tool_images: list[Any] = []
         self._trainer = copy.copy(trl.trainer)
-        self._tools = [_at(trl.trainer, name, group.place) for name in ("_sync_tool_dicts", "_async_tool_dicts")]
+        self._tools = [_at(trl.trainer, name, group.first_index) for name in ("_sync_tool_dicts", "_async_tool_dicts")]
         self._group = group
         self._most_turns = self._trainer.max_tool_calling_iterations
         self._trainer.max_tool_calling_iterations = 1
@@ -68,8 +68,8 @@ class Dialogue:
         self._trainer._tokenize_prompts = lambda prompts: tokenized
         self._trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs([first])
         self._trainer._tool_call_loop = leave
-        place = _left(type(self._trainer)._generate, self._trainer, [self._group.prompt])
-        self.messages = place.arguments[3][0]
+        call = _left(type(self._trainer)._generate, self._trainer, [self._group.prompt])
+        self.messages = call.arguments[3][0]
         del self._trainer._tool_call_loop
 
     @property
@@ -91,8 +91,8 @@ class Dialogue:
         self._trainer._generate_single_turn = leave
         try:
             result = self._turn()
-        except Left as place:
-            return self._asked(*place.arguments, **place.keywords)
+        except Left as call:
+            return self._asked(*call.arguments, **call.keywords)
         self.call_count, self.failure_count = self.call_count + result[4], self.failure_count + result[5]
         self.messages = self._before(result)
         return None
@@ -254,8 +254,8 @@ class Dialogues:
         with refusing_signals():
             (self._prompts,) = _left(trainer._generate_and_score_completions, self._rows).arguments
         prompts, ends, results = self._first_prompts(trainer), MessageEnds(trainer), ToolResults(trainer)
-        for place, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True)):
-            group = PreparedGroup(job=self.job, version=self.version, prompt_ids=[], prompt=message, place=place)
+        for index, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True)):
+            group = PreparedGroup(job=self.job, version=self.version, prompt_ids=[], prompt=message, first_index=index)
             self.all.append(Dialogue(self.trl, group, prompt, ends, results))
 
     def _first_prompts(self, trainer: Any) -> list[Tokenized]:
@@ -265,9 +265,9 @@ class Dialogues:
             return [(list(ids), None, None) for ids in self._tokenized[0]]
         names = getattr(trainer, "_batch_environments", None)
         made = []
-        for place, prompt in enumerate(copies):  # each with the fields of its own images
+        for index, prompt in enumerate(copies):  # each with the fields of its own images
             if names is not None:
-                trainer._batch_environments = [names[place]]
+                trainer._batch_environments = [names[index]]
             ids, images, fields = trainer._tokenize_prompts([prompt])
             made.append((list(ids[0]), images, fields))
         if names is not None:
@@ -305,10 +305,10 @@ class Dialogues:
 
 
 def _left(function: Callable[..., Any], *arguments: Any) -> Left:
-    place = left(function, *arguments)
-    if place is None:
+    call = left(function, *arguments)
+    if call is None:
         raise RunRefused("TRL's tool loop did not come to the place where it was to stop. Is this TRL supported?")
-    return place
+    return call
 
 
 def _calls_of(messages: Any) -> Any:
@@ -316,6 +316,6 @@ def _calls_of(messages: Any) -> Any:
     return last.get("tool_calls") if isinstance(last, dict) else None
 
 
-def _at(trainer: Any, name: str, place: int) -> dict[str, Any]:
+def _at(trainer: Any, name: str, index: int) -> dict[str, Any]:
     """The tools of one completion, by name."""
-    return dict(getattr(trainer, name)[place]) if trainer.tools else {}
+    return dict(getattr(trainer, name)[index]) if trainer.tools else {}

@@ -107,7 +107,7 @@ def in_memory(payload: bytes) -> int:
 
 
 def pass_on(env: MutableMapping[str, str]) -> None:
-    """In the environment of a launcher's process, name the place of what the launcher was handed as a descriptor."""
+    """In the environment of a launcher's process, name the path of what the launcher was handed as a descriptor."""
     if env.get(VARIABLE, "").isdecimal():
         env[VARIABLE] = f"/proc/{os.getpid()}/fd/{env[VARIABLE]}"
 

@@ -107,7 +107,7 @@ def contents(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
-        raise UsageError(f"{path} is not valid YAML: {_place_and_problem(error)}") from None
+        raise UsageError(f"{path} is not valid YAML: {_line_and_problem(error)}") from None
     if not isinstance(config, dict):
         raise UsageError(f"Config file {path} must contain a YAML mapping.")
     env = config.get("env", {})
@@ -120,11 +120,11 @@ def contents(path: Path) -> dict[str, Any]:
     return {**config, "env": {str(name): str(value) for name, value in env.items()}}
 
 
-def _place_and_problem(error: Any) -> str:
-    """Place and problem of yaml's error. Its own text quotes the line, which may have a secret (`env`, `hub_token`)."""
+def _line_and_problem(error: Any) -> str:
+    """Line and problem of yaml's error. Its own text quotes the line, which may have a secret (`env`, `hub_token`)."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    return _redact(f"{place}{problem or error}")
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return _redact(f"{where}{problem or error}")
 
 
 def _check_flags(flags: Sequence[str]) -> None:

@@ -227,11 +227,11 @@ class FreshBatch(TrainerCallback):
 
     def _first_token(self, farthest: Farthest) -> str:
         apart = (farthest.log_pi - farthest.log_mu).abs().where(farthest.counted, 0.0)
-        place = int((apart > min(self.bound.nats, apart.max().item() / 2)).int().argmax())
-        token = int(farthest.inputs["completion_ids"][0, place])
+        first = int((apart > min(self.bound.nats, apart.max().item() / 2)).int().argmax())
+        token = int(farthest.inputs["completion_ids"][0, first])
         return (
-            f"The first one in a completion is {self._text_of(token)!r} (id {token}), its token {place + 1}: "
-            f"{farthest.log_pi[place].item():.3f} in the trainer, {farthest.log_mu[place].item():.3f} in the worker."
+            f"The first one in a completion is {self._text_of(token)!r} (id {token}), its token {first + 1}: "
+            f"{farthest.log_pi[first].item():.3f} in the trainer, {farthest.log_mu[first].item():.3f} in the worker."
         )
 
     def _cause(self, farthest: Farthest) -> str:

@@ -1,6 +1,6 @@
 """Log-probabilities over the tokens that truncated sampling kept, in place of those of the full softmax.
 
-With S, the tokens that `top_p`, `top_k` or `min_p` left to a place, and z, the logits over the temperature:
+With S, the tokens that `top_p`, `top_k` or `min_p` left to a position, and z, the logits over the temperature:
 
     log pi_S(y) = z_y - log sum_{s in S} exp z_s
 
@@ -72,8 +72,8 @@ class Sets:
         """Take the sets of the tokens in `mask`, [B, C], row by row."""
         sizes_BC, ids_BE = batch[SIZES].long(), batch[IDS].long()
         sizes_BC = pad(sizes_BC, (0, mask.shape[1] - sizes_BC.shape[1]))
-        places_E = torch.arange(ids_BE.shape[1], device=ids_BE.device)
-        ids = ids_BE[places_E < sizes_BC.sum(1, keepdim=True)]
+        positions_E = torch.arange(ids_BE.shape[1], device=ids_BE.device)
+        ids = ids_BE[positions_E < sizes_BC.sum(1, keepdim=True)]
         return cls(sizes_BC[mask], ids[torch.repeat_interleave(mask.flatten(), sizes_BC.flatten())])
 
 
@@ -228,9 +228,9 @@ class _Piece:
         products = (rows * heads).sum(-1)
         if bias is not None:
             products = products + bias[self.ids].to(dtype).float()
-        logits, places = scale(products), self.tokens - self.start
-        most = logits.new_full((self.stop - self.start,), -torch.inf).scatter_reduce_(0, places, logits, "amax")
-        sums = torch.zeros_like(most).index_add_(0, places, torch.exp(logits - most[places]))
+        logits, positions = scale(products), self.tokens - self.start
+        most = logits.new_full((self.stop - self.start,), -torch.inf).scatter_reduce_(0, positions, logits, "amax")
+        sums = torch.zeros_like(most).index_add_(0, positions, torch.exp(logits - most[positions]))
         return rows, heads, logits, most + torch.log(sums)
 
 

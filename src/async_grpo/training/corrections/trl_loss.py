@@ -61,7 +61,7 @@ class CorrectedLoss(Unpadded):
         return self._kept or {}
 
     def stays_whole(self) -> bool:
-        return self._kept is not None  # kept tokens are told apart by their place in the batch
+        return self._kept is not None  # kept tokens are told apart by their position in the batch
 
     def end_batch(self) -> None:
         """TRL has assembled the batch, or has failed to."""
@@ -221,13 +221,13 @@ def has_own_loss(trainer: GRPOTrainer) -> bool:
     return any(map(_has_own_loss, (trainer, *type(trainer).__mro__)))
 
 
-def _has_own_loss(place: Any) -> bool:
+def _has_own_loss(owner: Any) -> bool:
     """Return whether this object, or this one of its classes, puts another loss in the place of TRL's."""
-    if isinstance(place, type) and declares(place) and place.own_loss is not None:
-        return place.own_loss
-    of_trl = isinstance(place, type) and (place.__module__.startswith("trl.") or place in classes_of_trl())
-    before_trls = (vars(place).keys() if not of_trl else patched_in(place).keys()) & {"compute_loss", "_compute_loss"}
-    return any(_is_own(name, vars(place)[name]) for name in before_trls)
+    if isinstance(owner, type) and declares(owner) and owner.own_loss is not None:
+        return owner.own_loss
+    of_trl = isinstance(owner, type) and (owner.__module__.startswith("trl.") or owner in classes_of_trl())
+    before_trls = (vars(owner).keys() if not of_trl else patched_in(owner).keys()) & {"compute_loss", "_compute_loss"}
+    return any(_is_own(name, vars(owner)[name]) for name in before_trls)
 
 
 def _is_own(name: str, loss: Any) -> bool:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.errors import RunDirError
-from async_grpo.rundir import place as place_module
-from async_grpo.rundir.place import FolderPlace
+from async_grpo.rundir import folder_watch
+from async_grpo.rundir.folder_watch import FolderWatch
 
 
 def _rename(root: Path) -> None:
@@ -42,16 +42,16 @@ def test_what_became_of_the_directory_is_said(tmp_path: Path, happens: Callable[
     root = tmp_path / "worker"
     root.mkdir()
     (root / "run.json").write_text("{}")
-    place = FolderPlace(root)
-    assert place.trouble() == ""
+    watch = FolderWatch(root)
+    assert watch.trouble() == ""
     happens(root)
-    with pytest.raises(RunDirError, match=said), place.explained():
+    with pytest.raises(RunDirError, match=said), watch.explained():
         (root / "queue" / "job").read_bytes()
 
 
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place_module.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
-    with pytest.raises(RunDirError, match="has become read-only"), FolderPlace(tmp_path).explained():
+    monkeypatch.setattr(folder_watch.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(RunDirError, match="has become read-only"), FolderWatch(tmp_path).explained():
         raise OSError(30, "Read-only file system")
 
 
@@ -59,12 +59,12 @@ def test_a_file_system_that_only_refuses_to_write_is_named_too(tmp_path: Path, m
     def refuse(path: Path, flags: int, mode: int) -> int:
         raise OSError(30, "Read-only file system")
 
-    place = FolderPlace(tmp_path)
-    assert place.trouble() == "" and list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(place_module.os, "open", refuse)
-    assert "has become read-only" in place.trouble()
+    watch = FolderWatch(tmp_path)
+    assert watch.trouble() == "" and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(folder_watch.os, "open", refuse)
+    assert "has become read-only" in watch.trouble()
 
 
 def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), FolderPlace(tmp_path).explained():
+    with pytest.raises(FileNotFoundError), FolderWatch(tmp_path).explained():
         (tmp_path / "file").read_bytes()

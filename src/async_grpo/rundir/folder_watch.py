@@ -12,8 +12,8 @@ from async_grpo.errors import QueueError, RunDirError
 from async_grpo.rundir.paths import RunDir
 
 
-class FolderPlace:
-    """The run directory at `root`, as it is now."""
+class FolderWatch:
+    """The run directory at `root`, as it is now, to be compared with later."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()

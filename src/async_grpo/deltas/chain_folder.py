@@ -16,27 +16,27 @@ _AT = re.compile(r"(.+)@(\d+)")
 
 
 class NamedVersion(NamedTuple):
-    """What `PLACE@VERSION` says."""
+    """What `RUN_DIR@VERSION` says."""
 
     folder: Path  # of the chain
     version: int
 
 
-def chain_folder(place: Path) -> Path:
-    """The chain in `place`, or of the run in it. `DeltaChainError` where there is none."""
-    if (place / CHAIN_FILE).exists():
-        return place
-    state = RunDir(place).read_state() if place.is_dir() else None
+def chain_folder(path: Path) -> Path:
+    """The chain in `path`, or of the run in it. `DeltaChainError` where there is none."""
+    if (path / CHAIN_FILE).exists():
+        return path
+    state = RunDir(path).read_state() if path.is_dir() else None
     if state is None:
-        raise DeltaChainError(f"{place} is neither a chain of deltas nor a run directory.")
+        raise DeltaChainError(f"{path} is neither a chain of deltas nor a run directory.")
     if not state.delta_dir:
         raise DeltaChainError(
-            f"The run in {place} kept no versions. `train --delta-every 1` keeps them; its checkpoints are in "
+            f"The run in {path} kept no versions. `train --delta-every 1` keeps them; its checkpoints are in "
             f"{state.output_dir or 'output_dir of the setup file'}."
         )
     folder = Path(state.delta_dir)
     if not (folder / CHAIN_FILE).exists():
-        raise DeltaChainError(f"The run in {place} kept its versions in {folder}, where no chain is: was it moved?")
+        raise DeltaChainError(f"The run in {path} kept its versions in {folder}, where no chain is: was it moved?")
     return folder
 
 
