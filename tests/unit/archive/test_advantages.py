@@ -42,7 +42,7 @@ def test_functions_that_disagree_teach_something_where_each_is_normalised() -> N
 
 
 @pytest.mark.parametrize("wrong", [np.inf, -np.inf])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_an_infinite_reward_takes_the_advantages_of_its_group_or_function(wrong: float) -> None:
     group = np.array([[wrong, 1.0], [2.0, 3.0], [0.0, 1.0]], np.float32)
     each = AdvantageRule(multi_objective_aggregation="normalize_then_sum")

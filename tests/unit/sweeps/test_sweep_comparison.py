@@ -111,7 +111,7 @@ def test_sweeps_of_other_seeds_have_welchs_interval() -> None:
     assert welch([0.5], [0.4]).low is None
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_sweeps_whose_runs_all_reach_the_same_are_compared_without_a_warning_of_scipy() -> None:
     found = welch([1.0, 1.0], [0.5, 0.6])  # t = 12.7062 for one degree of freedom, standard error 0.05
     assert (found.low, found.high) == pytest.approx((0.45 - 12.7062 * 0.05, 0.45 + 12.7062 * 0.05), abs=1e-5)
