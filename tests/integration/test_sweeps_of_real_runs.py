@@ -41,7 +41,7 @@ def test_a_killed_sweep_leaves_no_process_and_is_resumed_from_checkpoints(tmp_pa
         assert state.plan.training.seed == int(run.parent.name[-1])
     report = json.loads((tmp_path / "outputs" / "sweep_random_model" / "report.json").read_text())
     n = {row["step"]: row["n"] for row in report["evaluations"]["reward_mean"]}
-    assert n[18] == 2  # an earlier one may have been open at the kill, or due while another was under way
+    assert (n[18], min(n[6], n[12])) in ((2, 1), (2, 2))  # the run that was ahead may have had one open at the kill
 
 
 def test_plain_trl_runs_in_a_sweep_stops_with_a_checkpoint_and_continues(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def _read(fd: int, *, with_frames: bool) -> Delta:
     try:
         with safe_open(f"/proc/self/fd/{fd}", "np") as file:
             text, checksum = (file.metadata()[name] for name in ("delta", "checksum"))
-            frames = {name: file.get_tensor(name).data for name in file.keys() if with_frames}  # noqa: SIM118
+            frames = {name: file.get_tensor(name).data for name in file.keys() if with_frames}  # noqa: SIM118 - not a dict
         delta = Delta(shaped(DeltaHeader, parse_object(text)), frames)
     except (SafetensorError, BadFileError, KeyError, TypeError, ValueError, MemoryError) as error:
         raise DeltaError(f"it is not a delta, or it is damaged or cut off ({error})") from error

@@ -245,7 +245,7 @@ def _out_of_range(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _set(config: ExperimentConfig, names: Collection[str]) -> list[tuple[str, Any]]:
-    """Those of these keys that are not null, with their values."""
+    """Return the keys that are not null, with their values."""
     return [(name, value) for name in names if (value := attrgetter(name)(config)) is not None]
 
 
