@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.table import ROOT, Row, as_text, row, write_json
 
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "integration")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 GROUP = 4
 COMPLETIONS = 16
@@ -91,7 +91,7 @@ class Streaming:
 
 def setting(folder: str, tools: list[Any], reply: Callable[[str, int], str], *, streaming: bool) -> tuple[Any, Any]:
     """A worker with these tools, and the trainer that it was made of."""
-    from in_process import (
+    from kit.in_process import (
         QWEN3_CHAT_TEMPLATE,
         InProcessWorker,
         ScriptedEngine,
@@ -113,7 +113,7 @@ def calling(name: str) -> Callable[[str, int], str]:
 
 def a_turn(kind: str, seconds: float, *, streaming: bool) -> float:
     """Seconds for 16 completions that call a tool once."""
-    from in_process import chat_rows, jobs_of
+    from kit.in_process import chat_rows, jobs_of
 
     with tempfile.TemporaryDirectory() as folder:
         worker, _ = setting(folder, [tool_of(seconds, kind)], calling("waits"), streaming=streaming)
@@ -127,7 +127,7 @@ def a_turn(kind: str, seconds: float, *, streaming: bool) -> float:
 
 def trl_turn(seconds: float) -> float:
     """The same in plain TRL."""
-    from in_process import chat_rows
+    from kit.in_process import chat_rows
 
     with tempfile.TemporaryDirectory() as folder:
         tool = tool_of(seconds, "thread_safe")
@@ -145,7 +145,7 @@ class Others:
     """A worker that makes groups, while a tool of one more group waits so many seconds; 0: it has no such group."""
 
     def __init__(self, folder: str, seconds: float) -> None:
-        from in_process import chat_rows, jobs_of
+        from kit.in_process import chat_rows, jobs_of
 
         def reply(prompt: str, index: int) -> str:
             if "<tool_response>" in prompt:
@@ -160,7 +160,7 @@ class Others:
 
     def group(self, number: int) -> float:
         """Seconds of one group."""
-        from in_process import jobs_of
+        from kit.in_process import jobs_of
 
         started = time.monotonic()
         (job,) = jobs_of(self._rows[1 + number % 10 : 2 + number % 10], group_size=GROUP)
@@ -243,12 +243,12 @@ class OnVLLM:
 
     def __init__(self, size: Size, turns: int, engine: Any = None) -> None:
         from benchmarks.setups import facts
-        from in_process import InProcessWorker, jobs_of
 
         from async_grpo.engines.continuous import ContinuousEngine
         from async_grpo.engines.vllm import VLLMEngine
         from async_grpo.engines.vllm_options import sampling_options
         from async_grpo.engines.vllm_sampling import parameters
+        from kit.in_process import InProcessWorker, jobs_of
 
         self._size = size
         trainer = trainer_of(size, turns)

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
 
 import torch
-from in_process import InProcessRun
 from matrix import ROWS, Row, get_trainer_of, lora
+
+from kit.in_process import InProcessRun
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "staleness.md"
 BLOCK = re.compile(r"(<!-- begin: fresh-batches -->\n\n).*?(\n\n<!-- end: fresh-batches -->)", re.DOTALL)

@@ -24,7 +24,7 @@ from stat import filemode
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "file_lifecycle_documentation.md"
-SETUP = ROOT / "tests" / "integration" / "setups" / "random_model.py"
+SETUP = ROOT / "tests" / "kit" / "setups" / "random_model.py"
 SHOWN_AS = "/home/you/project"  # instead of the temporary folder
 SHOWN = 9  # files of a folder
 DEADLINE_S = 240.0

@@ -17,7 +17,7 @@ site=$("$folder/venv/bin/python" -c 'import site; print(site.getsitepackages()[0
   --force-reinstall "$folder"/dist/async_grpo-*.whl
 
 cd "$folder"
-cp "$root/tests/integration/setups/random_model.py" my_trainer.py
+cp "$root/tests/kit/setups/random_model.py" my_trainer.py
 installed=$("$folder/venv/bin/python" -c 'import async_grpo, async_grpo_experiments, async_grpo_ipc as ipc; print(async_grpo.__file__, async_grpo_experiments.__file__, ipc.__file__)')
 [[ $installed == "$site"/*" $site"/*" $site"/* ]] || { echo "not the wheel, but $installed"; exit 1; }
 for file in async_grpo/py.typed async_grpo_experiments/py.typed async_grpo_ipc/py.typed async_grpo/constraints.txt async_grpo/reports/rollouts_page.html; do

@@ -16,7 +16,7 @@ import trainer_setup_tiny  # noqa: E402
 from async_grpo.queue import worker as queue  # noqa: E402
 from async_grpo.queue.codec import encode_group  # noqa: E402
 from async_grpo.records import RolloutGroup  # noqa: E402
-from changed_groups import changed  # noqa: E402
+from kit.changed_groups import changed  # noqa: E402
 
 SHARE = float(os.environ.get("CHANGED_SHARE", "0.3"))
 

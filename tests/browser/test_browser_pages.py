@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archived_run import HOSTILE, ArchivedRun, three_steps
 
 from async_grpo.cli import main
 from async_grpo.rundir.locks import server_lock
-from patience import until
+from kit.archived_run import HOSTILE, ArchivedRun, three_steps
+from kit.waiting import until
 
 DEADLINE_S = 120.0
 

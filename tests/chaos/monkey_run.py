@@ -26,7 +26,7 @@ from async_grpo.errors import RunDirError
 from async_grpo.rundir.paths import FINISHED, RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
-SETUP = ROOT / "tests" / "integration" / "setups" / "random_model.py"
+SETUP = ROOT / "tests" / "kit" / "setups" / "random_model.py"
 STEPS = 40
 OPTIONS = ("--steps", str(STEPS), "-n", "2", "--deterministic", "--max-attempts", "1000", "--stop-grace", "60")
 DEADLINE_S = 180.0  # for anything to change in the files of a live run, and for its processes to end

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not _CAN_MOUNT, reason="no user namespaces here, so no small disk can be mounted"),
 ]
 PYTHON = f"{shlex.quote(sys.executable)} -m async_grpo.cli"
-SETUP = shlex.quote(str(ROOT / "tests" / "integration" / "setups" / "random_model.py"))
+SETUP = shlex.quote(str(ROOT / "tests" / "kit" / "setups" / "random_model.py"))
 
 
 def output_of(script: str, folder: Path, size: str) -> str:

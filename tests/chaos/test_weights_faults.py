@@ -21,7 +21,7 @@ from weights_actors import (
 )
 
 from async_grpo_ipc import ExporterDiedError, WeightExporter, open_remote_memory
-from patience import is_gone, until
+from kit.waiting import is_gone, until
 
 ACTORS = ("writer", "pull", "alias", "alias2")
 

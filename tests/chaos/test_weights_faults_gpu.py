@@ -21,8 +21,8 @@ from weights_mutants import GPU_ONLY, MUTANTS
 
 from async_grpo_ipc import AttachError, ExporterDiedError, WeightExporter, open_remote_memory
 from async_grpo_ipc.exporter import READERS_END_S
-from fake_cuda import Knobs, install
-from patience import until
+from kit.fake_cuda import Knobs, install
+from kit.waiting import until
 
 CAUGHT_S = 60.0  # that readers get to notice a seeded bug
 

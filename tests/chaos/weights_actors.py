@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # fake_cuda.py and patience.py, for the actors
-from patience import until
+sys.path.append(str(Path(__file__).parents[1]))  # the kit, for the actors
+from kit.waiting import until
 
 TENSORS = 12
 ELEMENTS = 4099
@@ -286,7 +286,7 @@ def run_nursery() -> None:
     from weights_mutants import MUTANTS
 
     import async_grpo_ipc  # noqa: F401  (for the forked children)
-    from fake_cuda import install_if_asked
+    from kit.fake_cuda import install_if_asked
 
     torch.set_num_threads(1)
     install_if_asked()

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import (
+from test_dialogues import Streaming, written
+
+from async_grpo.envs import Endpoint, OpenAIHarness
+from async_grpo.setup.setup_file import load_trainer
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     InProcessWorker,
@@ -18,11 +22,7 @@ from in_process import (
     jobs_of,
     length,
 )
-from runs import ROOT, command, steps_logged
-from test_dialogues import Streaming, written
-
-from async_grpo.envs import Endpoint, OpenAIHarness
-from async_grpo.setup.setup_file import load_trainer
+from kit.runs import ROOT, command, steps_logged
 
 openai = pytest.importorskip("openai", reason="the extra `agents` is not installed")
 pytestmark = pytest.mark.integration

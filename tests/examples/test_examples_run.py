@@ -10,12 +10,12 @@ from pathlib import Path
 
 import datasets
 import pytest
-from in_process import InProcessRun
-from runs import ROOT, command, read, steps_logged
 from trl import GRPOTrainer
 
 from async_grpo.cli.compute.train import build_parser
 from async_grpo.setup.setup_file import load_trainer
+from kit.in_process import InProcessRun
+from kit.runs import ROOT, command, read, steps_logged
 
 pytestmark = pytest.mark.integration
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features, Sequence, Value
-from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
 
 from async_grpo.envs import Passages
 from async_grpo.errors import SetupFileError
 from async_grpo.rewards.questions import exact_match
 from async_grpo.setup.setup_file import load_trainer
+from kit.in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
 
 pytest.importorskip("bm25s", reason="the extra `search` is not installed")
 pytestmark = pytest.mark.integration

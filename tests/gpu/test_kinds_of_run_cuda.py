@@ -108,7 +108,7 @@ def test_a_sharded_trainer_of_one_process(offload: bool, tmp_path: Path) -> None
 
 def test_an_experiment_shares_a_gpu_by_memory(tmp_path: Path) -> None:
     """Two rounds of Q#: generation with guidance, training of the head, and evaluation."""
-    from real_experiment import all_stages_have_finished, qsharp_on_ascents
+    from kit.real_experiment import all_stages_have_finished, qsharp_on_ascents
 
     system = {"device": "cpu" if ON_CPU else "auto", "max_parallel_jobs": 2, "deterministic": ON_CPU}
     experiment = qsharp_on_ascents(tmp_path, system=system)

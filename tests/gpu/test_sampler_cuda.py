@@ -13,7 +13,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from async_grpo.engines.captured import DecodeSteps
 from async_grpo.engines.drawing import drawn_on
 from async_grpo.engines.transformers import TransformersEngine
-from engines import sample
+from kit.engines import sample
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [list(range(3, 3 + tokens)) for tokens in (19, 5, 12, 8) for _ in range(8)]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny model on disk, from where TRL also loads a reference model."""
-    from in_process import build_model, build_tokenizer
+    from kit.in_process import build_model, build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     build_model(build_tokenizer()).save_pretrained(folder)
@@ -24,7 +24,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Any:
-    from in_process import build_trainer
+    from kit.in_process import build_trainer
 
     return build_trainer(tmp_path)
 
@@ -32,7 +32,7 @@ def trainer(tmp_path: Path) -> Any:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a deterministic run of 23 steps with one worker, which nothing disturbed."""
-    from runs import IN_MID_BATCH
+    from kit.runs import IN_MID_BATCH
 
     return once("undisturbed", tmp_path_factory, "--steps", "23", TEST_GRPO=json.dumps(IN_MID_BATCH))
 
@@ -45,7 +45,7 @@ def undisturbed_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def once(name: str, tmp_path_factory: pytest.TempPathFactory, *options: str, **env: str) -> Path:
     """Train in a folder that all processes of this pytest share, unless another of them has."""
-    from runs import DEADLINE_S, finish
+    from kit.runs import DEADLINE_S, finish
 
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import build_tokenizer, build_trainer
 from peft import (
     AdaLoraConfig,
     BOFTConfig,
@@ -34,6 +33,8 @@ from peft import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
+
+from kit.in_process import build_tokenizer, build_trainer
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from compared_with_trl import settings
-from in_process import QWEN3_CHAT_TEMPLATE, length, letters
 from peft import LoraConfig
 from trl import GRPOTrainer
+
+from kit.compared_with_trl import settings
+from kit.in_process import QWEN3_CHAT_TEMPLATE, length, letters
 
 # Drawn independently of each other. TRL's own default comes first, and is drawn as often as all others together.
 FIELDS: dict[str, Sequence[Any]] = {

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import settings
-from in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from transformers import GenerationMixin, TrainerCallback
@@ -26,6 +24,8 @@ from async_grpo.setup.openai_harness import OpenAIHarness
 from async_grpo.setup.sampling import check_generation, transformers_config
 from async_grpo.training import watch
 from async_grpo.training.watch import Watch
+from kit.compared_with_trl import settings
+from kit.in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
 
 pytestmark = pytest.mark.integration
 

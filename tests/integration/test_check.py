@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from in_process import build_model, build_tokenizer, build_trainer
 from peft import LoraConfig, get_peft_model
-from runs import ROOT, command
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl_contract import moved
 
 from async_grpo.checks.differential import plain, recorder, tiny
 from async_grpo.errors import UnsupportedError
+from kit.in_process import build_model, build_tokenizer, build_trainer
+from kit.runs import ROOT, SETUP, command
 
 pytestmark = pytest.mark.integration
 
-HERE = Path(__file__).parent
-PLANTED = HERE / "setups" / "planted_differences.py"
+TESTS = Path(__file__).parents[1]
+PLANTED = SETUP.parent / "planted_differences.py"
 DEMO = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 CHECK = "async_grpo.checks.differential"
 
@@ -53,7 +53,7 @@ def test_the_demo_trains_as_in_plain_trl_and_writes_nothing(tmp_path: Path) -> N
 
 def test_padding_that_was_not_computed_is_a_documented_difference(tmp_path: Path) -> None:
     grpo = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
-    found, output = check(tmp_path, HERE / "setups" / "random_model.py", code=0, TEST_GRPO=json.dumps(grpo))
+    found, output = check(tmp_path, SETUP.parent / "random_model.py", code=0, TEST_GRPO=json.dumps(grpo))
     (padding,) = found.pop("padding")
     assert padding["status"] == "documented" and "computed in pieces without it" in padding["found"], output
     assert {line["status"] for lines in found.values() for line in lines} <= {"equal", "documented"}, output
@@ -78,7 +78,7 @@ PLANTED_CASES = {
 @pytest.mark.parametrize("case", PLANTED_CASES)
 def test_a_planted_difference_is_found_and_named(case: str, tmp_path: Path) -> None:
     subject, status, cause = PLANTED_CASES[case]
-    env = {"TEST_CASE": case, "TEST_EXTRA_PATH": str(HERE)}
+    env = {"TEST_CASE": case, "TEST_EXTRA_PATH": str(TESTS)}
     found, _ = check(tmp_path, PLANTED, code=int(status == "differs"), **env)
     line = found[subject][-1]
     assert (line["status"], cause in line["cause"]) == (status, True), line
@@ -86,7 +86,7 @@ def test_a_planted_difference_is_found_and_named(case: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_what_cannot_be_trained_as_a_run_is_exit_2_with_its_sentence(tmp_path: Path) -> None:
-    check(tmp_path, PLANTED, code=2, TEST_CASE="patched", TEST_EXTRA_PATH=str(HERE))
+    check(tmp_path, PLANTED, code=2, TEST_CASE="patched", TEST_EXTRA_PATH=str(TESTS))
     error = json.loads((tmp_path / "lines.json").read_text())["error"]
     what = "The file cannot be trained as a run, so there is nothing to compare: "
     assert error.startswith(what) and "_generate_single_turn" in error

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import build_model, build_tokenizer
 from peft import LoraConfig, get_peft_model
 
 from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights, model_digest
+from kit.in_process import build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
 

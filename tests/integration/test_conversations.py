@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import settings
-from in_process import QWEN3_CHAT_TEMPLATE, ScriptedGenerator, build_tokenizer
 
 from async_grpo.envs import with_tags
 from async_grpo.envs.conversations import Conversation, Lockstep, rollout_output
 from async_grpo.errors import UnsupportedError, UserCodeExit
+from kit.compared_with_trl import settings
+from kit.in_process import QWEN3_CHAT_TEMPLATE, ScriptedGenerator, build_tokenizer
 
 pytestmark = pytest.mark.integration
 CHATML = (

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import build_trainer
 from torch import nn
 from transformers import TrainerCallback
 
@@ -15,6 +14,7 @@ from async_grpo.deltas import DeltaCallback
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.tensors import as_tensors
 from async_grpo.errors import DeltaChainError, UnsupportedError
+from kit.in_process import build_trainer
 
 pytestmark = pytest.mark.integration
 

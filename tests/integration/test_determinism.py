@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import DEADLINE_S, IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
 
 from async_grpo.roles.replay import checkpoint_digest
+from kit.runs import DEADLINE_S, IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import (
+from test_dialogues import Streaming, double, written
+
+from async_grpo.records import Job
+from async_grpo.rollout.trl_group import GroupOutcome
+from kit.in_process import (
     DEADLINE_S,
     QWEN3_CHAT_TEMPLATE,
     InProcessWorker,
@@ -21,10 +25,6 @@ from in_process import (
     jobs_of,
     length,
 )
-from test_dialogues import Streaming, double, written
-
-from async_grpo.records import Job
-from async_grpo.rollout.trl_group import GroupOutcome
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])

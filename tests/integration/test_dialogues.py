@@ -12,8 +12,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from compared_with_trl import settings
-from in_process import (
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.setup.generator_choice import VLLM
+from async_grpo.tokens import as_tokens
+from kit.compared_with_trl import settings
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     InProcessWorker,
@@ -24,12 +30,6 @@ from in_process import (
     jobs_of,
     length,
 )
-from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
-
-from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.setup.generator_choice import VLLM
-from async_grpo.tokens import as_tokens
 
 pytestmark = pytest.mark.integration
 

@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import SETUP, Command, command, finish, gone, read, steps_logged
 from safetensors.torch import load_file
 
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.chain_folder import chain_folder
 from async_grpo.deltas.tensors import as_tensors
+from kit.runs import SETUP, Command, command, finish, gone, read, steps_logged
 
 pytestmark = pytest.mark.integration
 SHARES = """

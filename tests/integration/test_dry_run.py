@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
-from runs import ROOT, SETUP, command
 
 from async_grpo.checks.plan.trainer_facts import describe
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from plans import planned
+from kit.in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
+from kit.plans import planned
+from kit.runs import ROOT, SETUP, command
 
 pytestmark = pytest.mark.integration
 LOGGING = ("--set", "log_completions=true")  # with which TRL makes a folder for them

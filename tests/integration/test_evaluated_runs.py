@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import SETUP, Command, command, finish, read
+
+from kit.runs import SETUP, Command, command, finish, read
 
 pytestmark = pytest.mark.integration
 

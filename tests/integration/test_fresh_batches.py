@@ -10,9 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from compared_with_trl import run_as_trl_would, settings
 from datasets import Dataset
-from in_process import InProcessRun, build_model, build_tokenizer
 from peft import LoraConfig
 from test_trl_corrections import OwnForwardPass
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
@@ -26,7 +24,9 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.training.corrections.fresh_batch import EXACT, ROUNDED, Bound, bound_of
-from plans import planned
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import InProcessRun, build_model, build_tokenizer
+from kit.plans import planned
 
 pytestmark = pytest.mark.integration
 

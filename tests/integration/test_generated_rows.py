@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from datasets import load_from_disk
-from runs import SETUP, command
 from trl import SFTConfig, SFTTrainer
 
 from async_grpo.setup.setup_file import load_trainer
+from kit.runs import SETUP, command
 
 pytestmark = pytest.mark.integration
 

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
 
-from patience import is_gone, until
+from kit.runs import ROOT
+from kit.waiting import is_gone, until
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SETUP, command
+
+from kit.runs import SETUP, command
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import ROOT, SETUP, command
+
+from kit.runs import ROOT, SETUP, command
 
 pytestmark = pytest.mark.integration
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import largest_difference
 from datasets import Dataset, Features, Image, List, Value
-from in_process import InProcessRun, jobs_of, training_logs
-from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
 
 from async_grpo.engines import SampledGroup
@@ -25,6 +22,9 @@ from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
 from async_grpo.training.prompts import evaluation_rows
+from kit.compared_with_trl import largest_difference
+from kit.in_process import InProcessRun, jobs_of, training_logs
+from kit.tiny_vlm import build_vlm_trainer, picture
 
 pytestmark = pytest.mark.integration
 

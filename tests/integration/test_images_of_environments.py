@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import largest_difference
 from datasets import Dataset
-from in_process import InProcessRun, ScriptedEngine, ScriptedGenerator, length, training_logs
 from PIL import Image
 from test_images import Recorded
-from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
+
+from kit.compared_with_trl import largest_difference
+from kit.in_process import InProcessRun, ScriptedEngine, ScriptedGenerator, length, training_logs
+from kit.tiny_vlm import build_vlm_trainer, picture
 
 pytestmark = pytest.mark.integration
 

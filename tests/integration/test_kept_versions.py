@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import build_model, build_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import ROOT
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +23,8 @@ from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.settings import TrainingSettings
 from async_grpo_ipc import WeightExporter
+from kit.in_process import build_model, build_tokenizer
+from kit.runs import ROOT
 
 pytestmark = pytest.mark.integration
 

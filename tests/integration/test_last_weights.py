@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import InProcessRun, build_trainer
-from runs import SETUP
-from several_ranks import EXAMPLES
 
 from async_grpo.api import AsyncGRPO
 from async_grpo.api.result import Result
 from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir
 from async_grpo.training.last_weights import keep_last_weights
 from async_grpo.training.trl_trainer import fit
+from kit.in_process import InProcessRun, build_trainer
+from kit.runs import SETUP
+from kit.several_ranks import EXAMPLES
 
 pytestmark = pytest.mark.integration
 

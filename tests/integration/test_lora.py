@@ -11,9 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from in_process import InProcessRun, build_model, build_tokenizer, build_trainer
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from runs import SETUP, command, finish
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOTrainer
@@ -23,6 +21,8 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
 from async_grpo.training.trl_trainer import refuse_unsupported
 from async_grpo_ipc import WeightExporter, open_remote_memory
+from kit.in_process import InProcessRun, build_model, build_tokenizer, build_trainer
+from kit.runs import SETUP, command, finish
 
 pytestmark = pytest.mark.integration
 

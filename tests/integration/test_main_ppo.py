@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import ROOT, SETUP, command, steps_logged
 from trl import GRPOTrainer
 
 from async_grpo.credit import PPOTrainer
@@ -18,6 +17,7 @@ from async_grpo.tasks import score
 from async_grpo.verl_keys import Keys, planned
 from async_grpo.verl_keys.keys import ACTOR, ROLLOUT
 from async_grpo.verl_keys.trainer import trainer_from
+from kit.runs import ROOT, SETUP, command, steps_logged
 
 pytestmark = pytest.mark.integration
 

@@ -9,8 +9,6 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from compared_with_trl import largest_difference
-from in_process import InProcessRun, replay_with_trl, training_logs
 from matrix import ROWS, get_trainer_of
 
 from async_grpo.engines.captured import DecodeSteps
@@ -19,7 +17,9 @@ from async_grpo.rollout.engine_choice import transformers_engine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo.training.trl_trainer import refuse_unsupported
-from engines import group, run
+from kit.compared_with_trl import largest_difference
+from kit.engines import group, run
+from kit.in_process import InProcessRun, replay_with_trl, training_logs
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compared_with_trl import run_as_trl_would, settings
 from datasets import Dataset
-from in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_logs
 from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
@@ -23,6 +21,8 @@ from async_grpo.tasks import MultiTask, score
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import LogCallback
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_logs
 
 pytestmark = pytest.mark.integration
 

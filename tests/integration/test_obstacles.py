@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from in_process import build_trainer
 
 from async_grpo.cli import main
 from async_grpo.errors import AsyncGRPOError
@@ -18,7 +17,8 @@ from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest, write_stacks_on_signal
 from async_grpo.telemetry.activity import LOADING, activity
-from plans import planned
+from kit.in_process import build_trainer
+from kit.plans import planned
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(120)]
 

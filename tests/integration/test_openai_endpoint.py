@@ -14,7 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from in_process import (
+from test_dialogues import Streaming, written
+
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.envs import Endpoint, OpenAIHarness
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessWorker,
     ScriptedEngine,
@@ -25,10 +29,6 @@ from in_process import (
     jobs_of,
     length,
 )
-from test_dialogues import Streaming, written
-
-from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.envs import Endpoint, OpenAIHarness
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])

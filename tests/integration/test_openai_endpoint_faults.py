@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import DEADLINE_S, InProcessWorker, build_tokenizer, chat_rows, jobs_of
 from test_dialogue_faults import ended
 from test_dialogues import Streaming, double
 from test_openai_endpoint import Response, counts, posted, said, sent, trainer_of, worker_of
@@ -23,6 +22,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.endpoint.agents import MOST_LEFT_BEHIND
 from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.setup.openai_harness import check_agent
+from kit.in_process import DEADLINE_S, InProcessWorker, build_tokenizer, chat_rows, jobs_of
 
 pytestmark = pytest.mark.integration
 NEXT = {"role": "user", "content": "And now?"}

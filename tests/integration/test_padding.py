@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import TOLERANCE, comparable, largest_difference, settings
-from in_process import InProcessRun, build_model, build_tokenizer, build_trainer, replay_with_trl, training_logs
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
@@ -26,6 +24,8 @@ from async_grpo.setup import pieces
 from async_grpo.tasks.gradients import OF_BATCHES, OF_ROWS, OF_TOKENS
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 from async_grpo.training.padding import METRIC, Unpadded, computes_pieces, dealt_by_length, exchanging
+from kit.compared_with_trl import TOLERANCE, comparable, largest_difference, settings
+from kit.in_process import InProcessRun, build_model, build_tokenizer, build_trainer, replay_with_trl, training_logs
 
 pytestmark = pytest.mark.integration
 
@@ -405,7 +405,7 @@ from pathlib import Path
 from torch import distributed
 meeting = f"file://{sys.argv[2]}/meeting"  # a port could be another's by the time that it is opened
 distributed.init_process_group("gloo", init_method=meeting, rank=int(os.environ["RANK"]), world_size=2)
-from in_process import build_model, build_tokenizer, build_trainer, training_logs
+from kit.in_process import build_model, build_tokenizer, build_trainer, training_logs
 from trl import GRPOTrainer
 from async_grpo.setup import pieces
 from async_grpo.training.padding import METRIC, Unpadded

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import IN_MID_BATCH, SETUP, command, finish, read, steps_logged
-from several_ranks import EXAMPLES, config_of, same_training, same_weights
 from test_determinism import server_of, weights_of
 
 from async_grpo.roles.replay import checkpoint_digest
+from kit.runs import IN_MID_BATCH, SETUP, command, finish, read, steps_logged
+from kit.several_ranks import EXAMPLES, config_of, same_training, same_weights
 
 pytestmark = pytest.mark.integration
 

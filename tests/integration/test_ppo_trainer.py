@@ -9,18 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import run_as_trl_would, settings
-from in_process import (
-    InProcessRun,
-    ScriptedEngine,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    config,
-    letters,
-    training_logs,
-)
-from recorded_batches import replaying
 from test_turn_trainer import QWEN3_CHAT_TEMPLATE, Script, called, double, reply, says_eight
 from torch import Tensor, nn
 from transformers import Qwen3ForTokenClassification
@@ -33,6 +21,18 @@ from async_grpo.setup.grpo_config.building import check_set, configurations_with
 from async_grpo.training.before_start import refuse
 from async_grpo.training.checkpoints import bytes_needed
 from async_grpo.training.hyperparameters import hyperparameters
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import (
+    InProcessRun,
+    ScriptedEngine,
+    build_model,
+    build_tokenizer,
+    build_trainer,
+    config,
+    letters,
+    training_logs,
+)
+from kit.recorded_batches import replaying
 
 pytestmark = pytest.mark.integration
 

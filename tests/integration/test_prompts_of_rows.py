@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import settings
 from datasets import Dataset
-from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, ScriptedEngine, ScriptedGenerator, build_tokenizer, length
 from trl import GRPOTrainer
+
+from kit.compared_with_trl import settings
+from kit.in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, ScriptedEngine, ScriptedGenerator, build_tokenizer, length
 
 pytestmark = pytest.mark.integration
 

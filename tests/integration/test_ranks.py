@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import IN_MID_BATCH, SETUP, command
-from several_ranks import EXAMPLES, killed_resumed_and_stopped, same_training, same_weights
+
+from kit.runs import IN_MID_BATCH, SETUP, command
+from kit.several_ranks import EXAMPLES, killed_resumed_and_stopped, same_training, same_weights
 
 pytestmark = pytest.mark.integration
 

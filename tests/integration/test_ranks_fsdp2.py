@@ -9,8 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import IN_MID_BATCH, SETUP, command, finish, gone, read, steps_logged
-from several_ranks import EXAMPLES, config_of, ranks, same_training
+
+from kit.runs import IN_MID_BATCH, SETUP, command, finish, gone, read, steps_logged
+from kit.several_ranks import EXAMPLES, config_of, ranks, same_training
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

@@ -18,7 +18,7 @@ from async_grpo_experiments.slots.ledger import LEDGER, RUNNING, read
 from async_grpo_experiments.worlds.enumerable import LETTERS
 from async_grpo_experiments.worlds.star import star_tokenizer, train_reference
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, small_transformer, words_tokenizer
-from real_experiment import DEADLINE_S, SMALL, WITHOUT_CHECKPOINTING, RealExperiment, all_stages_have_finished
+from kit.real_experiment import DEADLINE_S, SMALL, WITHOUT_CHECKPOINTING, RealExperiment, all_stages_have_finished
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import trl
-from compared_with_trl import run_as_trl_would, settings
-from in_process import PROMPTS, InProcessRun, build_trainer
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import GRPOTrainer
@@ -25,6 +23,8 @@ from async_grpo.setup.overrides import check_overrides, describe_overrides, over
 from async_grpo.setup.replaced import original, patched_here, users_class
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.prompts import prompt_rows
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import PROMPTS, InProcessRun, build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcessRun, build_trainer
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import CurvesCallback, report
+from kit.in_process import InProcessRun, build_trainer
 
 pytestmark = pytest.mark.integration
 

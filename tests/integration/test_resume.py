@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from datasets import Dataset
-from in_process import build_model, build_tokenizer, build_trainer, plain_rows
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
@@ -21,7 +20,8 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.training.checkpoints import CheckpointFolder, resume
 from async_grpo.training.hyperparameters import configuration
-from plans import planned
+from kit.in_process import build_model, build_tokenizer, build_trainer, plain_rows
+from kit.plans import planned
 
 pytestmark = pytest.mark.integration
 

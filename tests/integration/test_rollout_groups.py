@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any, ClassVar
 
 import pytest
-from in_process import InProcessWorker, build_trainer, chat_rows, jobs_of, plain_rows
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
@@ -18,6 +17,7 @@ from async_grpo.records import Timings
 from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens, ids_and_logprobs
+from kit.in_process import InProcessWorker, build_trainer, chat_rows, jobs_of, plain_rows
 
 GROUP_SIZE = 2
 TOKENS = 200

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT
+
+from kit.runs import ROOT
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm_server import MortalServer, send_weights_by_http, serving
-from in_process import build_trainer
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -23,6 +21,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
 from async_grpo.roles import served_trl
 from async_grpo.roles.served_trl import HOOKS, own_server
+from kit.fake_vllm_server import MortalServer, send_weights_by_http, serving
+from kit.in_process import build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import (
+
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.setup.generator_choice import VLLM
+from async_grpo.tokens import Tokens
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessWorker,
     build_tokenizer,
@@ -18,10 +22,6 @@ from in_process import (
     letters,
     multiply,
 )
-
-from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.setup.generator_choice import VLLM
-from async_grpo.tokens import Tokens
 
 pytestmark = pytest.mark.integration
 GROUPS = 3

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SETUP, command
 
 from async_grpo.roles.plain_trl import read_progress
 from async_grpo.rundir.paths import RunDir
 from async_grpo_experiments.slots.ledger import read
+from kit.runs import SETUP, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6", "--stagger", "0")

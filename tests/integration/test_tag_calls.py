@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import settings
-from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, build_tokenizer, chat_rows, jobs_of, length
 from trl import GRPOTrainer
 
 from async_grpo.envs import with_tags
 from async_grpo.envs.tags import STOPS
+from kit.compared_with_trl import settings
+from kit.in_process import (
+    InProcessWorker,
+    ScriptedEngine,
+    ScriptedGenerator,
+    build_tokenizer,
+    chat_rows,
+    jobs_of,
+    length,
+)
 
 pytestmark = pytest.mark.integration
 CHATML = (

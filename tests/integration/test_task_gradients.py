@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import run_as_trl_would
-from in_process import GROUP_SIZE, InProcessRun
 from test_multi_task import TASKS, trainer_of
 
 from async_grpo.tasks import gradients
+from kit.compared_with_trl import run_as_trl_would
+from kit.in_process import GROUP_SIZE, InProcessRun
 
 pytestmark = pytest.mark.integration
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import SETUP, finish
-from several_ranks import config_of, logged, same_training, same_weights
+
+from kit.runs import SETUP, finish
+from kit.several_ranks import config_of, logged, same_training, same_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

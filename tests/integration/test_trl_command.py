@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import trl
 import yaml
-from compared_with_trl import largest_difference
-from in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, training_logs
-from recorded_batches import replaying
 from trl.scripts import grpo
 
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.setup.generated.trl_command import TRLCommand
 from async_grpo.training.trl_trainer import fit
+from kit.compared_with_trl import largest_difference
+from kit.in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, training_logs
+from kit.recorded_batches import replaying
 
 pytestmark = pytest.mark.integration
 

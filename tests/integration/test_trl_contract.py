@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.trainer import dpo_trainer, reward_trainer
 from trl_contract import LOSS, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, page_is_as_made_by, twice
@@ -39,6 +38,7 @@ from async_grpo.credit import PPOConfig
 from async_grpo.setup.grpo_config.values import SOURCES, annotations_in, field_types, parsed
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training.schedule import groups_per_round
+from kit.in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
 
 pytestmark = pytest.mark.integration
 

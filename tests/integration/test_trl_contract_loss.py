@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import trl
-from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, build_trainer, chat_rows, letters, plain_rows
 from packaging.version import Version
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +22,7 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup import trl_compat
 from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
 from async_grpo.training.hyperparameters import hyperparameters
+from kit.in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, build_trainer, chat_rows, letters, plain_rows
 
 pytestmark = pytest.mark.integration
 

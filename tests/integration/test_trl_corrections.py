@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import largest_difference, run_as_trl_would, settings
-from in_process import InProcessRun, build_trainer, replay_with_trl, training_logs
 from torch.testing import assert_close
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
@@ -23,6 +21,8 @@ from async_grpo.setup.algorithm import Algorithm
 from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.corrections.trl_loss import has_own_loss
+from kit.compared_with_trl import largest_difference, run_as_trl_would, settings
+from kit.in_process import InProcessRun, build_trainer, replay_with_trl, training_logs
 
 pytestmark = pytest.mark.integration
 

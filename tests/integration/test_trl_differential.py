@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import run_as_trl_would
 from random_configurations import padding_of, trainer_of
 
 from async_grpo.setup import pieces
+from kit.compared_with_trl import run_as_trl_would
 
 pytestmark = pytest.mark.integration
 

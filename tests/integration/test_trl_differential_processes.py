@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import largest_difference, own_names
-from in_process import replay_with_trl, training_logs
-from runs import command, finish
-from setups import audited_cases  # a namespace package beside the tests
 
 from async_grpo.archive.groups import FinishedGroups, UsedStep
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.reading import LineReader
+from kit.compared_with_trl import largest_difference, own_names
+from kit.in_process import replay_with_trl, training_logs
+from kit.runs import SETUP, command, finish
+from kit.setups import audited_cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def train(folder: Path, setup: str, **env: str) -> None:
     """Train with two workers and fresh weights for each batch; the run's audit finds nothing wrong."""
     options = ("--distributed", "-n", "2", "--max-staleness", "0", "--deterministic")
-    finish(folder, *options, setup=HERE / "setups" / setup, TEST_EXTRA_PATH=str(HERE), **env)
+    finish(folder, *options, setup=SETUP.parent / setup, TEST_EXTRA_PATH=f"{TESTS}:{TESTS}/integration", **env)
     with command("audit", "worker", cwd=folder) as audit:
         assert audit.wait() == 0, audit.output
 

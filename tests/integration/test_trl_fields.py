@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import run_as_trl_would, settings
-from in_process import (
+from peft import LoraConfig
+from test_trl_tools import TOOL_CALL, multiply, says_twelve
+from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import GRPOTrainer
+
+from async_grpo.setup.setup_file import _failed
+from async_grpo.training.corrections.checks import describe_noise
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     ScriptedEngine,
@@ -18,13 +25,6 @@ from in_process import (
     build_trainer,
     plain_rows,
 )
-from peft import LoraConfig
-from test_trl_tools import TOOL_CALL, multiply, says_twelve
-from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from trl import GRPOTrainer
-
-from async_grpo.setup.setup_file import _failed
-from async_grpo.training.corrections.checks import describe_noise
 
 pytestmark = pytest.mark.integration
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import TOLERANCE, largest_difference, run_as_trl_would, settings
-from in_process import (
+from peft import LoraConfig
+
+from async_grpo.training.corrections.rule import Rule, rule
+from kit.compared_with_trl import TOLERANCE, largest_difference, run_as_trl_would, settings
+from kit.in_process import (
     InProcessRun,
     letters,
     replay_with_trl,
     training_logs,
 )
-from peft import LoraConfig
-
-from async_grpo.training.corrections.rule import Rule, rule
 
 pytestmark = pytest.mark.integration
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compared_with_trl import run_as_trl_would, settings
-from in_process import InProcessRun, build_trainer
 from torch.utils.data import DataLoader
 from trl import GRPOTrainer
 
@@ -16,6 +14,8 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.setup import overrides
 from async_grpo.setup.overrides import check_overrides, overridden
 from async_grpo.training.prompts import prompt_rows
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import InProcessRun, build_trainer
 
 pytestmark = pytest.mark.integration
 

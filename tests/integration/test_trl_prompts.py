@@ -12,21 +12,21 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from compared_with_trl import settings
 from datasets import Dataset
-from in_process import (
-    PROMPTS,
-    InProcessRun,
-    build_trainer,
-    letters,
-    plain_rows,
-)
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import refuse_unsupported
+from kit.compared_with_trl import settings
+from kit.in_process import (
+    PROMPTS,
+    InProcessRun,
+    build_trainer,
+    letters,
+    plain_rows,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -15,8 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compared_with_trl import run_as_trl_would, settings
-from in_process import (
+from transformers import Qwen3ForSequenceClassification
+
+from async_grpo.queue.codec import decode_job, encode_job
+from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.training.job_issuer import plain_fields
+from kit.compared_with_trl import run_as_trl_would, settings
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     InProcessWorker,
@@ -31,11 +36,6 @@ from in_process import (
     text_of,
     training_logs,
 )
-from transformers import Qwen3ForSequenceClassification
-
-from async_grpo.queue.codec import decode_job, encode_job
-from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.training.job_issuer import plain_fields
 
 pytestmark = pytest.mark.integration
 

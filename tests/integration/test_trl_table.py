@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import build_trainer
 from random_configurations import draw
 from trl import GRPOConfig, GRPOTrainer
 from trl_contract import INSTALLED, page_is_as_made_by
@@ -30,6 +29,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.overrides import EFFECTS, HONOURED
 from async_grpo.training.before_start import refuse
+from kit.in_process import build_trainer
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

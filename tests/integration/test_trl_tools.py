@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import own_names, settings
 from datasets import Dataset
-from in_process import (
+from trl import GRPOTrainer
+
+from async_grpo.errors import RunRefused, UnsupportedError
+from async_grpo.rollout.threads import main_thread
+from kit.compared_with_trl import own_names, settings
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     InProcessWorker,
@@ -24,10 +28,6 @@ from in_process import (
     plain_rows,
     training_logs,
 )
-from trl import GRPOTrainer
-
-from async_grpo.errors import RunRefused, UnsupportedError
-from async_grpo.rollout.threads import main_thread
 
 pytestmark = pytest.mark.integration
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared_with_trl import settings
-from in_process import InProcessRun, build_trainer, plain_rows
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.overrides import check_callbacks
+from kit.compared_with_trl import settings
+from kit.in_process import InProcessRun, build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
 

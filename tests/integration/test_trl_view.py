@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from compared_with_trl import own_names, run_as_trl_would, settings
-from in_process import (
+from transformers import TrainerCallback, TrainerState
+from trl import GRPOTrainer
+
+from async_grpo.errors import RunRefused
+from async_grpo.rollout.trl_view import NOT_HERE
+from kit.compared_with_trl import own_names, run_as_trl_would, settings
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     TIMES,
     InProcessRun,
@@ -25,11 +30,6 @@ from in_process import (
     letters,
     plain_rows,
 )
-from transformers import TrainerCallback, TrainerState
-from trl import GRPOTrainer
-
-from async_grpo.errors import RunRefused
-from async_grpo.rollout.trl_view import NOT_HERE
 
 pytestmark = pytest.mark.integration
 

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compared_with_trl import settings
-from in_process import InProcessRun
 from test_trl_corrections import OwnForwardPass, OwnLoss
 from torch import Tensor
 from torch.testing import assert_close
@@ -27,6 +25,8 @@ from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.tokens import Tokens
 from async_grpo.tokens.kept_tokens import unpack
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
+from kit.compared_with_trl import settings
+from kit.in_process import InProcessRun
 
 pytestmark = pytest.mark.integration
 

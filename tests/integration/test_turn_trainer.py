@@ -10,18 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compared_with_trl import own_names, settings
-from in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    chat_rows,
-    jobs_of,
-    training_logs,
-)
 from test_dialogues import double, written
 from trl import GRPOTrainer
 from trl_contract import moved
@@ -35,6 +23,18 @@ from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.groups_for_trl import require_columns
 from async_grpo.training.trl_trainer import uniform_rewards
+from kit.compared_with_trl import own_names, settings
+from kit.in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessRun,
+    InProcessWorker,
+    ScriptedEngine,
+    ScriptedGenerator,
+    build_tokenizer,
+    chat_rows,
+    jobs_of,
+    training_logs,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -11,9 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compared_with_trl import settings
 from datasets import Dataset
-from in_process import (
+from test_openai_endpoint import posted, said, worker_of
+from test_trl_tools import assert_same_counts, counts_tool_results, plain_scripted, says_twelve, scripted
+
+from async_grpo.envs import Endpoint
+from async_grpo.errors import BadFileError
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.queue.codec import decode_group, encode_group
+from async_grpo.records import RolloutGroup
+from async_grpo.training.groups_for_trl import refuser_of
+from kit.changed_groups import changed
+from kit.compared_with_trl import settings
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
     InProcessWorker,
@@ -24,16 +34,6 @@ from in_process import (
     jobs_of,
     training_logs,
 )
-from test_openai_endpoint import posted, said, worker_of
-from test_trl_tools import assert_same_counts, counts_tool_results, plain_scripted, says_twelve, scripted
-
-from async_grpo.envs import Endpoint
-from async_grpo.errors import BadFileError
-from async_grpo.queue import ServerQueue, WorkerQueue
-from async_grpo.queue.codec import decode_group, encode_group
-from async_grpo.records import RolloutGroup
-from async_grpo.training.groups_for_trl import refuser_of
-from changed_groups import changed
 
 pytestmark = pytest.mark.integration
 

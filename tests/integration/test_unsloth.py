@@ -1,6 +1,6 @@
 """What can be known of Unsloth without a GPU: when it is imported, in what environment, and what it does to our hooks.
 
-The stand-in in `setups/fake_unsloth` does what Unsloth's source does. The real one needs a GPU (`tests/gpu`).
+The stand-in in `kit/setups/fake_unsloth` does what Unsloth's source does. The real one needs a GPU (`tests/gpu`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from in_process import build_trainer
-from runs import DEADLINE_S, SETUP, command, steps_logged
 
 from async_grpo.engines import vllm
 from async_grpo.engines.vllm_weights import require_same_base
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.generator_choice import VLLM, choose_generator
+from kit.in_process import build_trainer
+from kit.runs import DEADLINE_S, SETUP, command, steps_logged
 
 pytestmark = pytest.mark.integration
 

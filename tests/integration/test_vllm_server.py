@@ -1,7 +1,7 @@
 """A vLLM server as the generator, through TRL's own client.
 
 The server is a small one of ours that generates with transformers (`fake_vllm_server.py`), and NCCL is replaced
-(`setups/fake_nccl.py`): it is the one thing that needs GPUs. All else is what runs with a real server.
+(`kit/setups/fake_nccl.py`): it is the one thing that needs GPUs. All else is what runs with a real server.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
-from in_process import build_model, build_tokenizer, build_trainer
 from peft import LoraConfig
-from runs import SETUP, command, steps_logged
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.engines.policy import PolicyWeights
@@ -32,7 +29,10 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.generator_choice import NAMED_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
-from engines import group, run, sample
+from kit.engines import group, run, sample
+from kit.fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
+from kit.in_process import build_model, build_tokenizer, build_trainer
+from kit.runs import SETUP, command, steps_logged
 
 pytestmark = pytest.mark.integration
 

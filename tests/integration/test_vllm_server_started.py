@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm_server import MortalServer, serving
-from in_process import build_model, build_tokenizer, build_trainer
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
 
@@ -26,8 +24,10 @@ from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo_ipc import RemoteWeights, WeightExporter, attachment, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint
-from engines import group, run
-from fake_cuda import Knobs, install
+from kit.engines import group, run
+from kit.fake_cuda import Knobs, install
+from kit.fake_vllm_server import MortalServer, serving
+from kit.in_process import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 PROMPT = [1, 2, 3]

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from runs import DEADLINE_S, ROOT, SETUP, Command, steps_logged
 
 from async_grpo import AsyncGRPO
 from async_grpo.rundir.paths import FINISHED, RunDir
+from kit.runs import DEADLINE_S, ROOT, SETUP, Command, steps_logged
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def of_trl(tmp_path: Path) -> Path:
-    from in_process import PROMPTS, build_model, build_tokenizer
+    from kit.in_process import PROMPTS, build_model, build_tokenizer
 
     tokenizer = build_tokenizer()
     build_model(tokenizer).save_pretrained(tmp_path / "model")

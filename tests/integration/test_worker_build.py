@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from in_process import build_model, build_tokenizer, build_trainer
-from runs import SETUP
 from transformers import Qwen3ForSequenceClassification
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
@@ -24,7 +22,9 @@ from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vll
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, built_to_describe
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
-from fake_cuda import Knobs, install
+from kit.fake_cuda import Knobs, install
+from kit.in_process import build_model, build_tokenizer, build_trainer
+from kit.runs import SETUP
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

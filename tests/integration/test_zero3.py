@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import IN_MID_BATCH, SETUP, command, finish, read
-from several_ranks import EXAMPLES, config_of, killed_resumed_and_stopped, same_training, same_weights
 
 from async_grpo.training.sharding import read_without_pickle
+from kit.runs import IN_MID_BATCH, SETUP, command, finish, read
+from kit.several_ranks import EXAMPLES, config_of, killed_resumed_and_stopped, same_training, same_weights
 
 pytestmark = [
     pytest.mark.integration,

@@ -23,7 +23,7 @@ class SmallJob(NamedTuple):
 
 @pytest.fixture
 def small_job(tmp_path: Path) -> SmallJob:
-    sys.path.insert(0, str(ROOT / "tests" / "integration" / "setups"))
+    sys.path.insert(0, str(ROOT / "tests" / "kit" / "setups"))
     from random_model import get_trainer
 
     trainer = get_trainer()

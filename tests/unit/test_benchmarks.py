@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from patience import is_gone, until
+from kit.waiting import is_gone, until
 
 ROOT = Path(__file__).parents[2]
 STEADY, SHAKEN = [1.0, 1.02, 1.09], [1.0, 1.02, 1.13]

@@ -1,5 +1,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).parent))  # tasksets are found by their module

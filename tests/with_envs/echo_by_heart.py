@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from in_process import chat_rows
-from learnt_by_heart import build_actor
 from trl import GRPOTrainer
 
 from async_grpo.envs.openenv import openenv_environment
+from kit.in_process import chat_rows
+from kit.learnt_by_heart import build_actor
 
 
 def get_trainer() -> GRPOTrainer:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from learnt_by_heart import build_actor
 from trl import GRPOTrainer
 
 from async_grpo.envs.verifiers import load_environment
+from kit.learnt_by_heart import build_actor
 
 
 def get_trainer() -> GRPOTrainer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from in_process import QWEN3_CHAT_TEMPLATE, build_trainer
 from trl import GRPOTrainer
 
 from async_grpo.envs.verifiers import load_environment
+from kit.in_process import QWEN3_CHAT_TEMPLATE, build_trainer
 
 
 def get_trainer() -> GRPOTrainer:

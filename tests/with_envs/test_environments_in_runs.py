@@ -13,11 +13,12 @@ pytest.importorskip("openenv.core", reason="openenv-core is not installed here: 
 
 import echo_by_heart
 import sums_by_heart
-from in_process import chat_rows
-from learnt_by_heart import write_learnt
-from runs import command, steps_logged
 from test_openenv_environments import calls, from_template, served
 from test_verifiers_environments import CALL
+
+from kit.in_process import chat_rows
+from kit.learnt_by_heart import write_learnt
+from kit.runs import command, steps_logged
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -46,7 +47,7 @@ def test_an_environment_of_openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def trained_with_two_workers(folder: Path, setup: str) -> str:
     """Train, kill a worker meanwhile, and have the run's commands read it; returns what `rollouts` shows."""
-    paths = [str(HERE), str(HERE.parent / "integration"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(paths), "LEARNT": str(folder / "learnt.safetensors")}
     with command("train", str(HERE / setup), "-n", "2", cwd=folder, **env) as run:
         run.wait_until(lambda: steps_logged(folder / "worker"), "a step")

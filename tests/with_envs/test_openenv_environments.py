@@ -16,7 +16,10 @@ import pytest
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed here: `make test-envs` has it")
 
-from in_process import (
+from async_grpo.envs.openenv import openenv_environment
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.telemetry.waiting import wait_until
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessWorker,
     ScriptedEngine,
@@ -26,10 +29,6 @@ from in_process import (
     chat_rows,
     jobs_of,
 )
-
-from async_grpo.envs.openenv import openenv_environment
-from async_grpo.errors import AsyncGRPOError, UsageError
-from async_grpo.telemetry.waiting import wait_until
 
 TEMPLATE = Path(importlib.util.find_spec("openenv.cli").origin).parent / "templates" / "openenv_env"  # type: ignore[union-attr,arg-type]
 NAMES = {

@@ -13,7 +13,13 @@ import pytest
 pytest.importorskip("verifiers", reason="it is not installed here: `make test-envs` makes an environment that has it")
 
 import verifiers.v1 as vf
-from in_process import (
+from sums_taskset import Library, SumData, SumsTaskset, SumTask
+from trl import GRPOTrainer
+
+from async_grpo.envs.verifiers import VerifiersEnvironment, load_environment
+from async_grpo.envs.verifiers.refusals import refuse_task
+from async_grpo.errors import AsyncGRPOError, UnsupportedError, UsageError
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessWorker,
     ScriptedEngine,
@@ -22,13 +28,7 @@ from in_process import (
     build_trainer,
     jobs_of,
 )
-from runs import finish
-from sums_taskset import Library, SumData, SumsTaskset, SumTask
-from trl import GRPOTrainer
-
-from async_grpo.envs.verifiers import VerifiersEnvironment, load_environment
-from async_grpo.envs.verifiers.refusals import refuse_task
-from async_grpo.errors import AsyncGRPOError, UnsupportedError, UsageError
+from kit.runs import finish
 
 HERE = Path(__file__).parent
 CALL = '<tool_call>\n{"name": "calculator_add", "arguments": {"a": %s, "b": %s}}\n</tool_call>'
@@ -173,7 +173,7 @@ def test_a_run_trains_on_it(tmp_path: Path) -> None:
         tmp_path,
         *("--distributed", "-n", "1"),
         setup=HERE / "sums_trainer.py",
-        PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent / "integration"), os.environ.get("PYTHONPATH", "")]),
+        PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     )
     assert "2/2" in printed
     metrics = (tmp_path / "worker" / "metrics.jsonl").read_text()

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from runs import ROOT
+
+from kit.runs import ROOT
 
 PORT = 6379
 STORE_BYTES = 100_000_000

@@ -18,15 +18,14 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
 
-import runs
 from machines import Machine, Machines, machines, why_not
-from runs import SETUP, Command, command
 
-import patience
 from async_grpo.archive.audit import Audit, audit
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.telemetry.nodes_file import read_nodes
-from patience import until
+from kit import runs, waiting
+from kit.runs import SETUP, Command, command
+from kit.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,7 +77,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(runs, "DEADLINE_S", BUSY_S)
-    monkeypatch.setattr(patience, "DEADLINE_S", BUSY_S)
+    monkeypatch.setattr(waiting, "DEADLINE_S", BUSY_S)
     with machines(3, tmp_path) as made:
         made.start_ray()
         yield made

@@ -17,14 +17,13 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
 
-from runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
-
 from async_grpo.archive.audit import SET_ASIDE, audit
 from async_grpo.nodes.seat import SILENCE_S
 from async_grpo.queue import quarantined
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.roles.replay import checkpoint_digest
-from patience import until
+from kit.runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
+from kit.waiting import until
 
 pytestmark = pytest.mark.integration
 

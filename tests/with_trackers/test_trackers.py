@@ -15,9 +15,8 @@ import pytest
 pytest.importorskip("wandb", reason="W&B is not installed here: `make test-trackers` makes an environment that has it")
 pytest.importorskip("trackio", reason="trackio is not installed here: see above")
 
-from runs import finish
-
 from async_grpo.evals.eval_ledger import read
+from kit.runs import finish
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")  # of LevelDB's log, which W&B writes: checksum, length, kind
 WHOLE, FIRST, LAST = 1, 2, 4

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from patience import DEADLINE_S
+from kit.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="`make test-triton` makes an environment with Triton")
 

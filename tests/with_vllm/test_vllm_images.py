@@ -14,12 +14,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 
 import tiny_idefics
 from datasets import Dataset
-from in_process import InProcessRun, build_tokenizer, config, jobs_of, length
 from peft import LoraConfig
 from PIL import Image
-from runs import command, steps_logged
 from test_images_of_environments import Gallery
-from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
@@ -29,6 +26,9 @@ from async_grpo.engines.vllm import VLLMEngine
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from kit.in_process import InProcessRun, build_tokenizer, config, jobs_of, length
+from kit.runs import command, steps_logged
+from kit.tiny_vlm import build_vlm_trainer, picture
 
 SETUP = str(Path(__file__).parent / "setups" / "tiny_idefics.py")
 CLOSE = 1e-4

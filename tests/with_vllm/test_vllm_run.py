@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from runs import ROOT, command, read, steps_logged
+from kit.runs import ROOT, command, read, steps_logged
 
 SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
 STEPS = 20

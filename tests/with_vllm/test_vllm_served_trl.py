@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from runs import command, gone
+from kit.runs import command, gone
 
 pytestmark = pytest.mark.slow
 SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-import runs
-from runs import command, gone, read, steps_logged
+from kit import runs
+from kit.runs import command, gone, read, steps_logged
 
 pytestmark = pytest.mark.slow
 SETUP = str(Path(__file__).parent / "setups" / "demo.py")

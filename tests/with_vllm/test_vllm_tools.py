@@ -12,14 +12,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-)
-from learnt_by_heart import learn, played
 from trl import GRPOTrainer
 
 from async_grpo.engines.continuous import ContinuousEngine
@@ -29,6 +21,14 @@ from async_grpo.records import Job, RolloutGroup
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
+from kit.in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    build_model,
+    build_tokenizer,
+    build_trainer,
+    chat_rows,
+)
+from kit.learnt_by_heart import learn, played
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 ROW = {"prompt": [{"role": "user", "content": "3*4?"}]}

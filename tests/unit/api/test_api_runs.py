@@ -22,7 +22,7 @@ from async_grpo.api.child import CommandChild
 from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, SetupFileError, UsageError, WaitTimeoutError
 from async_grpo.rundir.lifecycle import prepare, server_lock
 from async_grpo.rundir.paths import FINISHED, RunDir
-from plans import planned
+from kit.plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
 BEGINS = """

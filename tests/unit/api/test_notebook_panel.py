@@ -17,7 +17,7 @@ from async_grpo.api.notebook import POINTS, Panel, in_notebook, plot
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.status.snapshot import look
-from plans import planned
+from kit.plans import planned
 
 
 class Display:

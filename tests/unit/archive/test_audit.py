@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archived_run import RUN, ArchivedRun
 
 from async_grpo.archive import audit as audit_module
 from async_grpo.archive.audit import Audit, audit
@@ -26,7 +25,8 @@ from async_grpo.queue.codec import encode_group, encode_job
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
-from plans import planned
+from kit.archived_run import RUN, ArchivedRun
+from kit.plans import planned
 
 
 class FakeRun(ArchivedRun):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from archived_run import RUN, ArchivedRun, save_checkpoint
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.audit import audit
 from async_grpo.archive.rollout_state import FILE_NAME, RolloutState
 from async_grpo.errors import BadFileError
+from kit.archived_run import RUN, ArchivedRun, save_checkpoint
 
 MANY = 600  # more than a server has open at a time
 

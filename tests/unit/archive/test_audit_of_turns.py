@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archived_run import ArchivedRun
 
 from async_grpo.archive.audit import Audit, audit
 from async_grpo.cli import main
+from kit.archived_run import ArchivedRun
 
 
 def turns(counts: list[int], rewards: list[float], mask: list[int] | None = None) -> dict[str, Any]:

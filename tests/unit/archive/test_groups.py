@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from archived_run import ArchivedRun, three_steps
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.groups import FinishedGroups, GroupFate, RunResumed, UsedStep
 from async_grpo.archive.history import Dropped
 from async_grpo.errors import RunDirError
 from async_grpo.reports.rollouts import BEST, WORST, select
+from kit.archived_run import ArchivedRun, three_steps
 
 
 def test_news_come_once_and_in_the_order_of_training(tmp_path: Path) -> None:

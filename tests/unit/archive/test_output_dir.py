@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from archived_run import save_checkpoint
 from huggingface_hub.utils import filter_repo_objects
 
 from async_grpo.archive import output_dir
@@ -18,7 +17,8 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RunDir, RunState
-from plans import planned
+from kit.archived_run import save_checkpoint
+from kit.plans import planned
 
 CONFIG = Path("my_trainer.py")
 

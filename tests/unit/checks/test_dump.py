@@ -20,8 +20,8 @@ from async_grpo.checks.bug_report.stacks import listens, run_processes, stacks_o
 from async_grpo.cli import main
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from patience import DEADLINE_S, until
-from plans import planned
+from kit.plans import planned
+from kit.waiting import DEADLINE_S, until
 
 SERVER = """
 import sys, time

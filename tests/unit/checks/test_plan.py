@@ -23,8 +23,8 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set
-from patience import is_gone, until
-from plans import planned
+from kit.plans import planned
+from kit.waiting import is_gone, until
 
 MILLION = 1_000_000
 

@@ -15,7 +15,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.paths import STOPPED, RunDir, RunState
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.training import checkpoints
-from plans import planned
+from kit.plans import planned
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "accelerate"
 FILES = {

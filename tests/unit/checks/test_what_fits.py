@@ -31,7 +31,7 @@ from async_grpo.checks.plan.memory import (
 )
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Shape, TrainerFacts
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
-from plans import planned
+from kit.plans import planned
 
 GB = 10**9
 GIB = 2**30

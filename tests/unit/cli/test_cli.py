@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from archived_run import ArchivedRun
 
 from async_grpo import cli, settings
 from async_grpo.cli import COMMANDS, main
@@ -23,7 +22,8 @@ from async_grpo.cli.inspect import queue
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
-from plans import planned
+from kit.archived_run import ArchivedRun
+from kit.plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
 HEAVY = {"torch", "numpy", "transformers", "trl", "datasets", "rich", "cupy", "vllm"}

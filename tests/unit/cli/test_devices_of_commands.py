@@ -18,7 +18,7 @@ from async_grpo.launch.placement import plan_devices
 from async_grpo.roles import parameter_server, rollout_worker
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
-from plans import planned
+from kit.plans import planned
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

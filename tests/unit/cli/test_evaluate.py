@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from archived_run import three_steps
 
 from async_grpo.cli import main
 from async_grpo.cli.compute import evaluate
@@ -17,7 +16,8 @@ from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import devices
-from plans import planned
+from kit.archived_run import three_steps
+from kit.plans import planned
 
 
 @pytest.mark.parametrize("how", ["--resume", "--overwrite"])

@@ -15,7 +15,7 @@ from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.run_plan import RunPlan, SampledRows
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup import devices
-from plans import planned
+from kit.plans import planned
 
 
 @pytest.fixture

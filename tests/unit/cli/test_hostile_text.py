@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from archived_run import RUN, ArchivedRun, three_steps
 
 from async_grpo.cli import main
 from async_grpo.cli.compute.evaluate import _table
@@ -17,7 +16,8 @@ from async_grpo.records import Job
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunState
 from async_grpo.setup.process import set_up_log
-from plans import planned
+from kit.archived_run import RUN, ArchivedRun, three_steps
+from kit.plans import planned
 
 CONTROLS = "\x1b]0;owned\x07\x1b[2J\u202e[/bold]"
 COMMANDS = (

@@ -13,7 +13,7 @@ from async_grpo.cli import main
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
-from plans import planned
+from kit.plans import planned
 
 RUN = "0123456789ab"
 Command = Callable[..., tuple[int, str, str]]

@@ -21,7 +21,7 @@ from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import devices
-from plans import planned
+from kit.plans import planned
 
 BEGUN = shlex.split("-n 3 --steps 30 --max-staleness 2 --seed 7 --keep-done 2GB --eval-k 1,5 --worker-timeout 9")
 BEGUN += ["--set", "learning_rate=1e-5", "--set", "reward_weights=[1, 2]"]

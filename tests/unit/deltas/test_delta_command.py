@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from archived_run import three_steps
 from delta_chains import equal, weights, write_chain
 from matplotlib.figure import Figure
 from safetensors.numpy import load_file
@@ -23,6 +22,7 @@ from async_grpo.deltas.chain_folder import kept_of, named_version
 from async_grpo.deltas.statistics import kind_of, layer_of
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.paths import RunDir
+from kit.archived_run import three_steps
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from worker_fakes import FakeEngine
 
 from async_grpo.engines import PreparedGroup
 from async_grpo.engines.continuous import ContinuousEngine
 from async_grpo.engines.vllm_images import ImagePrompts
 from async_grpo.errors import GeneratorError, UnsupportedError
-from engines import group
+from kit.engines import group
+from kit.worker_fakes import FakeEngine
 
 IMAGE, TEXT = 9, 1
 

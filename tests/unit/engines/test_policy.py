@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from worker_fakes import FakeEngine
 
 from async_grpo.engines.continuous import ContinuousEngine
 from async_grpo.engines.policy import PolicyWeights
 from async_grpo.errors import PeerDiedError
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
+from kit.worker_fakes import FakeEngine
 
 
 def test_on_its_own_device_it_moves_no_byte(tmp_path: Path) -> None:

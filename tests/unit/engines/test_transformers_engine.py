@@ -20,7 +20,7 @@ from transformers import (
 
 from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.errors import RunRefused
-from engines import group, run, sample, transformers_of
+from kit.engines import group, run, sample, transformers_of
 
 PAD, EOS, OTHER_END = 0, 1, 2
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]  # of different lengths, so that two are padded

@@ -9,7 +9,7 @@ import torch
 
 from async_grpo.engines import PreparedGroup
 from async_grpo.engines.vision import VisionInputs
-from engines import job
+from kit.engines import job
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from async_grpo.records import Timings
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores, to_record
 from async_grpo.tokens import Tokens
 from async_grpo.tokens.kept_tokens import unpack
-from engines import group
+from kit.engines import group
 
 
 def kept(*sets: list[int]) -> list[bytes]:

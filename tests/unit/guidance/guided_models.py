@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
 from async_grpo.engines.transformers import TransformersEngine
 from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
 from async_grpo_experiments.guidance.setup import TrainerGuidance
-from engines import transformers_of
+from kit.engines import transformers_of
 
 PAD = END = 1  # one id
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]

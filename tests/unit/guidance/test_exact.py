@@ -26,7 +26,7 @@ from async_grpo_experiments.worlds.enumerable import (
     numbers_of,
 )
 from async_grpo_experiments.worlds.tiny import endless_transformer, words_tokenizer
-from engines import group, run, transformers_of
+from kit.engines import group, run, transformers_of
 
 PROMPT = (3, 1)
 ETA = 0.2

@@ -13,7 +13,7 @@ from async_grpo.tokens import ids_and_logprobs
 from async_grpo_experiments.guidance import Guidance, ValueHead
 from async_grpo_experiments.guidance.divergence import divergence_of_policy
 from async_grpo_experiments.guidance.offsets import MODES
-from engines import group, run
+from kit.engines import group, run
 
 ALL_MODES = sorted({(mode, loss) for loss, modes in MODES.items() for mode in modes})
 

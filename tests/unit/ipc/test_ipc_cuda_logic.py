@@ -23,7 +23,7 @@ from async_grpo_ipc import (
 )
 from async_grpo_ipc.memory import cuda
 from async_grpo_ipc.memory.cuda import CudaAttachment, CudaExport
-from fake_cuda import FakeRuntime, Knobs
+from kit.fake_cuda import FakeRuntime, Knobs
 
 
 class NotingRuntime(FakeRuntime):

@@ -1,4 +1,4 @@
-"""What a GPU refuses, on the fake runtime (tests/fake_cuda.py): no room, no handle, no pinned memory."""
+"""What a GPU refuses, on the fake runtime (tests/kit/fake_cuda.py): no room, no handle, no pinned memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from async_grpo_ipc.control import Control
 from async_grpo_ipc.handle import read_head
 from async_grpo_ipc.locks import is_exiting
 from async_grpo_ipc.memory import cuda_runtime
-from fake_cuda import FakeRuntime, Knobs, install
+from kit.fake_cuda import FakeRuntime, Knobs, install
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ import pytest
 from stage import Stage
 
 from async_grpo.launch import supervisor
-from patience import is_gone
+from kit.waiting import is_gone
 
 
 @pytest.fixture

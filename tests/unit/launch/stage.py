@@ -12,7 +12,7 @@ from typing import Any
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.run_plan import RunPlan
-from plans import planned
+from kit.plans import planned
 
 REAL_PYTHON = sys.executable
 

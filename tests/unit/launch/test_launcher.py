@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from archived_run import save_checkpoint
 from stage import (
     FINISH_WHEN_ALL_ARE_THERE,
     FOLLOW_THE_RUN,
@@ -31,8 +30,9 @@ from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.settings import ArchiveLimit
 from async_grpo.status.snapshot import look
-from patience import is_gone, until
-from plans import planned
+from kit.archived_run import save_checkpoint
+from kit.plans import planned
+from kit.waiting import is_gone, until
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(HERE / ('deaf' + ROLE)).touch()\nuntil(lambda: False)"
 

@@ -19,8 +19,8 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup.library_warnings import SAID_BY
 from async_grpo.status import snapshot
-from plans import planned
-from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
+from kit.plans import planned
+from kit.pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
 
 
 def step(second: int, number: int) -> LogLine:

@@ -18,7 +18,7 @@ import pytest
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.launch.supervisor import Child, Exits, Restart, Supervisor, exit_reason
 from async_grpo.setup import process
-from patience import is_gone, until
+from kit.waiting import is_gone, until
 
 SLEEP = ("sleep", "1000")
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(1000)"

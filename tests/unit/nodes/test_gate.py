@@ -23,7 +23,7 @@ from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
 from async_grpo.telemetry.nodes_file import NodeRecord, NodesRecord, all_gone, read_nodes, write_nodes
-from patience import until
+from kit.waiting import until
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}
 RAYLET = "10.0.0.1:40000"

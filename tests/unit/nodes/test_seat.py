@@ -28,7 +28,7 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import Activity
 from async_grpo.telemetry.nodes_file import NodeRecord
-from patience import until
+from kit.waiting import until
 
 
 @pytest.fixture

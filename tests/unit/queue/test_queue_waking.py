@@ -17,7 +17,7 @@ from queue_samples import RUN, answer, make_job
 from async_grpo.queue import ServerQueue, WorkerQueue, liveness, wakeups
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch
 from async_grpo.rundir.locks import KernelLock, describe_holder
-from patience import DEADLINE_S, until
+from kit.waiting import DEADLINE_S, until
 
 HOLDER = """
 import sys, time

@@ -13,7 +13,6 @@ from typing import Any
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 import pytest
-from archived_run import HOSTILE, ArchivedRun, three_steps
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import Status
@@ -23,6 +22,7 @@ from async_grpo.cli import main
 from async_grpo.cli.inspect import board as board_command
 from async_grpo.errors import DiskFullError, RunDirError, UsageError
 from async_grpo.reports.board import Board, BoardKeptError
+from kit.archived_run import HOSTILE, ArchivedRun, three_steps
 
 
 def series(run: ArchivedRun, tag: str, folder: str = "run") -> list[tuple[int, Any]]:

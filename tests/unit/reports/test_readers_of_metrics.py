@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from archived_run import ArchivedRun
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from transformers import TrainerState, TrainingArguments
@@ -21,6 +20,7 @@ from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import CurvesCallback
 from async_grpo_experiments.sweeps.plan import Run, Sweep
 from async_grpo_experiments.sweeps.run_progress import curves
+from kit.archived_run import ArchivedRun
 
 HAPPENED = {1: 0.1, 2: 0.2, 3: 0.7}
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archived_run import HOSTILE, ArchivedRun, three_steps
 
 from async_grpo.cli import main
 from async_grpo.formatting import as_text, printable
 from async_grpo.images import EncodedImage
+from kit.archived_run import HOSTILE, ArchivedRun, three_steps
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

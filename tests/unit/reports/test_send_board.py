@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from archived_run import RUN, three_steps
+
+from kit.archived_run import RUN, three_steps
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "trackers" / "send_board.py"
 

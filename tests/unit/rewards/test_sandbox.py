@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run, run_code
-from patience import until
+from kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = Limits(wall_s=2.0, cpu_s=1, memory_bytes=192 << 20)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from archived_run import RUN, save_checkpoint, three_steps
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -19,6 +18,7 @@ from async_grpo.errors import RunDirError
 from async_grpo.roles import chat
 from async_grpo.roles.chat import ChatDialogue, ChatOptions, checkpoint_at
 from async_grpo.rundir.paths import RunDir
+from kit.archived_run import RUN, save_checkpoint, three_steps
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>| ."
 TEMPLATE = (

@@ -20,7 +20,7 @@ from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import EVAL_SAMPLING
 from async_grpo_ipc import open_remote_memory
-from plans import planned
+from kit.plans import planned
 
 
 def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

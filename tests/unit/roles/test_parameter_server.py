@@ -16,7 +16,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
-from plans import planned
+from kit.plans import planned
 
 
 @pytest.fixture

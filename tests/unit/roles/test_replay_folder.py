@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from archived_run import ArchivedRun
 
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.roles.replay import ReplayOptions, made, run_replay
+from kit.archived_run import ArchivedRun
 
 
 @pytest.fixture(autouse=True)

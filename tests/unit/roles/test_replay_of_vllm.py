@@ -14,7 +14,7 @@ from async_grpo.roles import replay
 from async_grpo.rundir.paths import FINISHED, RunState
 from async_grpo.training.corrections.checks import sampled_with
 from async_grpo.training.corrections.rule import rule
-from plans import planned
+from kit.plans import planned
 
 
 def trainer_with(top_k: int = 20) -> Any:

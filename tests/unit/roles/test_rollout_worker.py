@@ -25,7 +25,7 @@ from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RUNNING, STOPPED, Accepted, RunDir, RunState
 from async_grpo.settings import WorkerSettings
 from async_grpo_ipc import AttachError, MismatchError, NoRoomError
-from plans import planned
+from kit.plans import planned
 
 RUN = "f" * 32
 

@@ -26,7 +26,7 @@ from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.run_plan import SampledRows
 from async_grpo.training import prompts
-from plans import planned
+from kit.plans import planned
 
 PROBLEMS = [{"prompt": f"{n}+{n}=", "task": "sums"} for n in range(4)]
 Answer = Callable[[Claim], RolloutGroup]

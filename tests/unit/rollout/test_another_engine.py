@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worker_fakes import FakeEngine, Setting, job
 
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.engines.policy import Policy
@@ -19,7 +18,8 @@ from async_grpo.rollout.engine_choice import MAKERS, make_engine
 from async_grpo.settings import GENERATORS, WorkerSettings
 from async_grpo.setup.generator_choice import ENGINES, Capabilities
 from async_grpo.tokens import Tokens
-from plans import planned
+from kit.plans import planned
+from kit.worker_fakes import FakeEngine, Setting, job
 
 ECHO = Capabilities("echo", "an echo, in the workers", "echo", joins=True)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}

@@ -25,7 +25,7 @@ from async_grpo.log import logger
 from async_grpo.rollout.endpoint import doors
 from async_grpo.rollout.endpoint.protocol import Answer, Request, RequestRefusal, Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
-from patience import DEADLINE_S, until
+from kit.waiting import DEADLINE_S, until
 
 BODY = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "Hello"}]}).encode()
 

@@ -16,7 +16,7 @@ import pytest
 
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, main_thread
-from patience import DEADLINE_S
+from kit.waiting import DEADLINE_S
 
 
 def in_main() -> bool:

@@ -18,7 +18,7 @@ from async_grpo.rollout.scoring import OVERLAPPING, RewardCalls, Scoring, reward
 from async_grpo.rollout.threads import main_thread
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
-from patience import DEADLINE_S, until
+from kit.waiting import DEADLINE_S, until
 
 GROUP_SIZE = 2
 BATCH = 8  # completions

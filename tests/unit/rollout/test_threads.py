@@ -13,7 +13,7 @@ import pytest
 
 from async_grpo.rollout import threads as threads_module
 from async_grpo.rollout.threads import KeptThreads
-from patience import DEADLINE_S, until
+from kit.waiting import DEADLINE_S, until
 
 
 def note_thread(seen: SimpleQueue[tuple[int, str]]) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.groups import ROUNDS
 from async_grpo.rollout.turns.tools import MOST_TEXT, ToolFailed, Tools
 from async_grpo.telemetry.activity import Activity
-from engines import DEADLINE_S
+from kit.engines import DEADLINE_S
 
 
 def made(**options: Any) -> Tools:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worker_fakes import made
 
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.records import Job
@@ -20,7 +19,8 @@ from async_grpo.rollout.turns.groups import Turns
 from async_grpo.rollout.turns.whole import noted
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.tokens import Tokens, as_tokens
-from engines import DEADLINE_S, job
+from kit.engines import DEADLINE_S, job
+from kit.worker_fakes import made
 
 Code = Callable[[Any, Any], Any]  # what a group does: (sample, row) -> its group
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from worker_fakes import ENDLESS, LONG, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
 from async_grpo.engines import SampledGroup
 from async_grpo.errors import DiskFullError, RunRefused, UnsupportedError, WaitTimeoutError
@@ -22,6 +21,7 @@ from async_grpo.rollout.trl_group import GeneratedGroup, Scores, rows_of
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
+from kit.worker_fakes import ENDLESS, LONG, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
 
 @pytest.fixture(autouse=True, params=["whole", "in threads"])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worker_fakes import FakeEngine, Setting, job
 
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.engines.batch_engine import BatchEngine, Decoding
@@ -24,7 +23,8 @@ from async_grpo.rollout.worker import once_issued
 from async_grpo.setup.generator_choice import HF
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import WeightExporter, open_remote_memory
-from fake_cuda import Knobs, install
+from kit.fake_cuda import Knobs, install
+from kit.worker_fakes import FakeEngine, Setting, job
 
 
 class FakeBatchEngine(BatchEngine):

@@ -21,7 +21,7 @@ from async_grpo.rundir.lifecycle import prepare, preview
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.setup.process import log_to, write_stacks_on_signal
 from async_grpo.telemetry.activity import Activity
-from plans import planned
+from kit.plans import planned
 
 CONFIG = Path("my_trainer.py")
 STARTS: list[Callable[[Path], object]] = [

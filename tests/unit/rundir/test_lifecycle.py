@@ -20,7 +20,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import FORMAT, RunDir, RunState
-from plans import planned
+from kit.plans import planned
 
 CONFIG = Path("my_trainer.py")
 HOLD_LOCK = """

@@ -11,7 +11,7 @@ from async_grpo.queue import ServerQueue
 from async_grpo.rundir import refusal
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from plans import planned
+from kit.plans import planned
 
 
 def test_the_server_ends_with_the_sentence_of_the_first_worker_that_refuses(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
-from plans import planned
+from kit.plans import planned
 
 FIGURES: dict[str, Any] = {
     "state": runs.FINISHED,

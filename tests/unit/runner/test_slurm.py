@@ -25,7 +25,7 @@ from async_grpo_experiments.slots.ledger import FAILED, FINISHED, Ledger, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.slots.starter import LOST
-from patience import is_gone, until
+from kit.waiting import is_gone, until
 
 STAND_IN = Path(__file__).with_name("slurm_stand_in.py")
 ON_SLURM = tree(

@@ -20,7 +20,7 @@ from fake_vllm import Handler
 from async_grpo.errors import GeneratorError, UsageError
 from async_grpo.serving import vllm_server
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
-from patience import until
+from kit.waiting import until
 
 HERE = Path(__file__).parent
 FIRST_PORT = 18000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + os.getpid() % 400

@@ -18,7 +18,7 @@ import pytest
 from async_grpo.errors import RunDirError
 from async_grpo.setup import process
 from async_grpo.setup.process import STACKS_SIGNAL, own_compile_cache
-from patience import DEADLINE_S, is_gone, until
+from kit.waiting import DEADLINE_S, is_gone, until
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import DEADLINE_S
+from kit.waiting import DEADLINE_S
 
 UNIT = Path(__file__).parents[1]
 SIGNALS_AT_EXIT = """

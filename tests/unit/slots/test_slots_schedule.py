@@ -32,7 +32,7 @@ from async_grpo_experiments.slots.ledger import (
 )
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
 from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
-from patience import DEADLINE_S, is_gone
+from kit.waiting import DEADLINE_S, is_gone
 
 HELD = held.__file__
 TWO_PLACES = [Place(name="a"), Place(name="b")]

@@ -17,7 +17,7 @@ from async_grpo.rundir.locks import server_lock
 from async_grpo.status.render import panel
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry.activity import EVALUATING, LOADING, Activity
-from plans import planned
+from kit.plans import planned
 
 
 def shown(root: Path) -> str:

@@ -11,7 +11,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.summary import next_command
-from plans import planned
+from kit.plans import planned
 
 
 @pytest.mark.parametrize("state", [runs.FINISHED, runs.STOPPED, runs.FAILED])

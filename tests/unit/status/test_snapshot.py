@@ -32,7 +32,7 @@ from async_grpo.status.render import panel, report
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry import run_log
 from async_grpo.telemetry.activity import ENDING, GENERATING, LOADING, STARTING, TRAINING
-from plans import planned
+from kit.plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
 

@@ -10,7 +10,7 @@ from sweep_yard import SweepYard
 
 from async_grpo.rundir.paths import FAILED, RunDir, RunState
 from async_grpo_experiments.sweeps.run_progress import Reason
-from plans import planned
+from kit.plans import planned
 
 
 @pytest.mark.parametrize("mode", ["async", "trl"])

@@ -23,7 +23,7 @@ from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps import commands, plan, report, sweep
 from async_grpo_experiments.sweeps.preflight import Preflight
-from patience import DEADLINE_S, is_gone, until
+from kit.waiting import DEADLINE_S, is_gone, until
 
 BAND_PLOT = report.band_plot
 

@@ -18,7 +18,7 @@ from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.run_progress import COLUMNS, RunRows
-from patience import until
+from kit.waiting import until
 
 OF_NOTHING = RunRows(Sweep(setup="", seeds=(), name="x"), {}, [])
 

@@ -17,7 +17,7 @@ import pytest
 
 from async_grpo.cli.compute import train
 from async_grpo_experiments.cli.sweep import _sweep, build_parser
-from patience import DEADLINE_S
+from kit.waiting import DEADLINE_S
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

@@ -23,7 +23,7 @@ from async_grpo.tasks import load, score
 from async_grpo.tasks import rules as built_in
 from async_grpo.tasks.judge import URL, JudgeError, judged
 from async_grpo.tasks.scores import BUILT_IN
-from patience import DEADLINE_S
+from kit.waiting import DEADLINE_S
 
 DONE = SimpleNamespace(exit_code=0, stdout="")
 ZEBRA = {"header": ["house", "name", "pet"], "rows": [["1", "Ann", "cat"], ["2", "Bob", "dog"]]}

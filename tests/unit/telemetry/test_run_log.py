@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import TrainerState
-from unit_fakes import make_group, make_job
 
 from async_grpo.records import Timings
 from async_grpo.rollout.worker import WorkerStatistics
@@ -19,6 +18,7 @@ from async_grpo.telemetry.run_log import LEGEND, REPLAY_LINE, RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
 from async_grpo.training.reporting import LogCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
+from kit.training_fakes import make_group, make_job
 
 
 class Clock:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from unit_fakes import Bench, FakePublisher, schedule, seqs
 
 from async_grpo.errors import WaitTimeoutError
 from async_grpo.training import rollout_source
+from kit.training_fakes import Bench, FakePublisher, schedule, seqs
 
 
 class HoldingPublisher(FakePublisher):

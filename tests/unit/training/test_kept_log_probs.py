@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from unit_fakes import make_group, make_job
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.trl_compat import TorchLogProbs
@@ -18,6 +17,7 @@ from async_grpo.tokens.kept_tokens import pack
 from async_grpo.training.corrections import kept_log_probs
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES, OverKeptTokens, Sets, columns, rows_of
 from async_grpo.training.corrections.trl_loss import CorrectedLoss
+from kit.training_fakes import make_group, make_job
 
 VOCABULARY, HIDDEN = 23, 6
 

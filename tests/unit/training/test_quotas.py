@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_fakes import Bench, schedule, seqs
 
 from async_grpo.errors import AllGroupsFailedError
 from async_grpo.training.rollout_source import with_each_task
+from kit.training_fakes import Bench, schedule, seqs
 
 TASKS = ("math", "logic")
 QUOTAS = {"math": 2, "logic": 2}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from unit_fakes import RUN, Bench, schedule, seqs
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import WaitTimeoutError
 from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.rollout_source import StopTraining
+from kit.training_fakes import RUN, Bench, schedule, seqs
 
 
 def consumed(bench: Bench) -> list[int]:

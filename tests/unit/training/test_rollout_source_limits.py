@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from unit_fakes import Bench, schedule, seqs
 
 from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
 from async_grpo.training import rollout_source
+from kit.training_fakes import Bench, schedule, seqs
 
 
 def test_when_nothing_but_failures_comes_back_the_traceback_is_in_the_error() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit_fakes import Bench, schedule, seqs
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.training.schedule import CALM_BATCHES, LARGEST_ROUND, Lookahead, Schedule
+from kit.training_fakes import Bench, schedule, seqs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from async_grpo.training import weight_publisher
 from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublisher, slots_for, slots_of
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from async_grpo_ipc.control import MAX_SLOTS
-from plans import planned
+from kit.plans import planned
 
 
 class FakeExporter:

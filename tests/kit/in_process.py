@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from recorded_batches import replaying
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -46,6 +45,7 @@ from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.trl_trainer import TrainingEvents, append_metric, make_async
 from async_grpo.training.watch import Watch
+from kit.recorded_batches import replaying
 
 repair_trl()
 note_originals()

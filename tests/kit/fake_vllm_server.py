@@ -19,13 +19,13 @@ from urllib.parse import urlparse
 import pytest
 import safetensors.torch
 import torch
-from in_process import build_model, build_tokenizer
 from transformers import PreTrainedModel
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.serving.vllm_server import VLLMServerProcess
-from engines import sample, transformers_of
+from kit.engines import sample, transformers_of
+from kit.in_process import build_model, build_tokenizer
 
 DEADLINE_S = 60.0
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from in_process import build_tokenizer, config, letters
 from PIL import Image
 from trl import GRPOTrainer
+
+from kit.in_process import build_tokenizer, config, letters
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "images"))
 from tiny_vlm_model import build_processor, build_vlm

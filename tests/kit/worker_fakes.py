@@ -21,7 +21,7 @@ from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
 from async_grpo.tokens import NO_VERSION, Tokens
 from async_grpo_ipc import ExporterDiedError
-from engines import job as make_job
+from kit.engines import job as make_job
 
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
 LONG = 10**5  # threads may be slow to ask for the tokens of others, which are to be in flight with these

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import ROOT, Command, command, gone, read, steps_logged
 from safetensors.torch import load_file
+
+from kit.runs import ROOT, Command, command, gone, read, steps_logged
 
 EXAMPLES = ROOT / "examples" / "accelerate"
 TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rundir.paths import RunDir, RunState
-from plans import planned
+from kit.plans import planned
 
 RUN = "0123456789ab"
 HOSTILE = (

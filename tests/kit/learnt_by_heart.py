@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import (
+from safetensors.torch import load_file, save_file
+
+from async_grpo.engines import PreparedGroup, SampledGroup
+from kit.in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessWorker,
     ScriptedEngine,
@@ -18,9 +21,6 @@ from in_process import (
     build_trainer,
     jobs_of,
 )
-from safetensors.torch import load_file, save_file
-
-from async_grpo.engines import PreparedGroup, SampledGroup
 
 ENOUGH = 0.02  # mean loss at which greedy decoding repeats what was learnt
 MOST_STEPS = 800

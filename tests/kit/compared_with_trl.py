@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from in_process import TIMES, InProcessRun, build_trainer, replay_with_trl, training_logs
 from trl import GRPOTrainer
 
 from async_grpo.training.padding import exchanging
+from kit.in_process import TIMES, InProcessRun, build_trainer, replay_with_trl, training_logs
 
 TOLERANCE = 1e-5
 OF_MICRO_BATCHES = re.compile("entropy$|kl$|clip_ratio/|cispo_clip_ratio|vespo/")

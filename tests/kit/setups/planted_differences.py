@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from in_process import build_model, build_tokenizer, build_trainer, letters
 from transformers import TrainerCallback, set_seed
 from trl import GRPOTrainer
+
+from kit.in_process import build_model, build_tokenizer, build_trainer, letters
 
 CASE = os.environ["TEST_CASE"]
 calls = 0

@@ -21,7 +21,7 @@ from async_grpo_experiments.slots.ledger import LEDGER
 from async_grpo_experiments.worlds.enumerable import LETTERS
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1800.0
 SMALL: dict[str, Any] = {"batch_size": 16, "num_workers": 0, "lr": 1e-3, "max_steps": 4}
 WITHOUT_CHECKPOINTING = {"micro_batch_size": 16, "gradient_checkpointing": False}

@@ -14,7 +14,7 @@ from async_grpo.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.records import Job
 from async_grpo.tokens import ids_and_logprobs
-from patience import DEADLINE_S
+from kit.waiting import DEADLINE_S
 
 
 def job(seq: int = 0, *, row: Any = None, seed: int | None = None, size: int = 2, min_version: int = 0) -> Job:
