@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-triton test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-qlora test-triton test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -143,6 +143,14 @@ chaos-vllm: .venv-vllm/.installed
 	scripts/env_beside.sh .venv-trackers wandb trackio
 	touch $@
 
+# bitsandbytes lies beside .venv too: peft imports it wherever it is, which takes a sixth of a process's start.
+.venv-qlora/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
+	scripts/env_beside.sh .venv-qlora bitsandbytes
+	touch $@
+
+test-qlora: .venv-qlora/.installed
+	.venv-qlora/bin/python -m pytest -k "qlora or quantised or 8_bit" tests/integration/test_lora.py tests/unit/training/test_step_scaling.py
+
 # A whole experiment, killed twice on the way. DEMO="--update-docs" puts its table and plot into the docs.
 DEMO ?=
 
@@ -200,4 +208,4 @@ test-zero3: .venv-zero3/.installed
 	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
 
 clean:
-	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-triton .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-qlora .venv-triton .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
