@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-qlora test-triton test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-all test-quick test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm experiment-demo test-trackers test-qlora test-triton test-zero3 test-envs test-nodes chaos-nodes test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -50,7 +50,12 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
 
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python scripts/house.py && $(BIN)/mypy && $(BIN)/lint-imports
 
+# Unit tests, and the first test of each promise in docs/promises.md.
 test: venv-test
+	$(LINT)
+	$(PYTEST) --promised
+
+test-all: venv-test
 	$(LINT)
 	$(PYTEST)
 
@@ -61,10 +66,6 @@ test-quick: venv-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python scripts/house.py
 	$(PYTEST) tests/unit tests/fuzz --quick $(QUICK)
 
-test-fast: venv-test
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python scripts/house.py && $(BIN)/lint-imports
-	$(PYTEST) tests/unit -x
-
 # How many random configurations are compared with plain TRL.
 RANDOM_CONFIGURATIONS ?= 300
 
@@ -73,7 +74,7 @@ MONKEY_SECONDS ?= 600
 
 # Without a whole run in it. CI calls it with other Pythons: make test-unit PYTHON=python3.13
 test-unit: venv-test
-	$(PYTEST) tests/unit
+	$(PYTEST) -m "not gpu and not slow and not integration" tests/unit
 
 chaos: venv-test
 	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) MONKEY_SECONDS=$(MONKEY_SECONDS) $(BIN)/python -m pytest -m slow tests --timeout 3600

@@ -17,7 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the machine that runs the tests may have no more than two cores
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # TensorBoard's grpc would end forks that close its files
 gc.disable()
-pytest_plugins = ["quick"]
+pytest_plugins = ["quick", "levels"]
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,32 +7,13 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+
+from levels import promises
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "promises.md"
-HEADING = "promise"
 OF_WHOLE_RUNS = re.compile(r"tests/(integration|chaos|slurm|examples|recipes|with_\w+)/")
 OF_OTHERS = re.compile(r"tests/with_|\b(slow|gpu)\b")  # what `make test` does not run
 FEWEST_PROMISES, FEWEST_TESTS = 80, 500
-
-
-class Promise(NamedTuple):
-    """A row of the page: what is promised, and the names of tests and files in the other two columns."""
-
-    text: str
-    first: list[str]
-    end_to_end: list[str]
-
-
-def promises() -> list[Promise]:
-    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
-    return [Promise(text, named(first), named(rest)) for text, first, rest in cells if text != HEADING]
-
-
-def named(cell: str) -> list[str]:
-    return cell.split(", ") if cell else []
 
 
 @cache
