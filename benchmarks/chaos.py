@@ -27,12 +27,18 @@ WEIGHT_KILLS = re.compile(r"seed \d+: \{.*\} killed|\d+ reads of .* backwards")
 # name, script, arguments in full, arguments of --quick
 QUEUE: tuple[tuple[str, str, list[Any], list[Any]], ...] = (
     ("kill loop", "queue_kill_loop", ["--jobs", 10_000, "--kills", 1_000], ["--jobs", 400, "--kills", 40]),
-    ("SIGKILL at every file operation and in recovery", "queue_crash_points", [], ["--every", 100]),
-    ("power loss at every operation", "queue_power_loss", [], ["--every", 12]),
-    ("corrupt files", "queue_corruption", ["--count", 40_000], ["--count", 800]),
-    ("an error at every operation", "queue_disk_full", ["--errors", 3], ["--errors", 1]),
+    *(
+        (name, "queue_machine", ["--part", part], ["--part", part, "--every", 100])
+        for name, part in (
+            ("a kill at every file operation and in recovery", "kill"),
+            ("power loss at every operation", "power"),
+            ("an error at every operation", "error"),
+        )
+    ),
+    ("faults in any order", "queue_machine", ["--part", "any"], ["--part", "any", "--examples", 60]),
+    ("corrupt files", "queue_machine", ["--part", "corrupt"], ["--part", "corrupt", "--count", 800]),
 )
-COUNTS = ("kills", "cases", "states", "files")
+COUNTS = ("kills", "cases", "examples", "files")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the fault tests of the queue share: a trainer with checkpoints, an independent log, file systems that fail.
+"""What the fault tests of the queue share: a trainer with checkpoints, and an independent log.
 
 The log is written by `os.write` on an `O_APPEND` file, so that it survives a SIGKILL of its writers, and is read by
 `replay`, which knows nothing of the queue: it decides whether every job had its effect once and only once.
@@ -11,26 +11,21 @@ import hashlib
 import json
 import os
 import random
-import signal
 import sys
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
-from async_grpo.queue.filesystem import Files, OsFiles
 from async_grpo.queue.server import Healing
 from async_grpo.records import Job, RolloutGroup
 
 RUN = "chaos"
-HERE = Path(__file__).parent
 
 
 def make_job(seq: int) -> Job:
@@ -89,66 +84,60 @@ def logged(path: Path) -> Iterator[dict[str, Any]]:
             assert '"crashed"' not in line, line
 
 
-def replay(path: Path, total: int) -> dict[str, Any]:
+class Told(NamedTuple):
+    """What a log says of a run."""
+
+    applied: set[int]
+    given_up: set[int]
+    executions: int
+    regenerated: set[int]  # jobs that were done again after the trainer had used them: they should be given back
+    servers: int
+    healing: dict[str, int]
+
+
+def replay(path: Path, total: int) -> Told:
     """Read the log as a trainer that loses what came after its checkpoint when it is killed. Asserts guarantee 1."""
     applied: set[int] = set()
-    executions: Counter[int] = Counter()
-    healing: dict[str, int] = {}
     given_up: set[int] = set()
     ever_applied: set[int] = set()
-    servers = regenerated = 0
+    regenerated: set[int] = set()
+    healing: dict[str, int] = {}
+    servers = executions = 0
     for event in logged(path):
+        seq = event.get("seq")
         if event["event"] == "open":
-            checkpoint = _expand(event["consumed"])
+            checkpoint = set(event["consumed"])
             assert checkpoint <= applied | given_up, "a checkpoint has what was never applied"
             applied, given_up = checkpoint - given_up, checkpoint & given_up
             servers += 1
         elif event["event"] == "apply":
-            assert event["seq"] not in applied, f"job {event['seq']} was applied twice"
-            assert event["right"], f"job {event['seq']} was applied with wrong data"
-            applied.add(event["seq"])
-            ever_applied.add(event["seq"])
-            given_up.discard(event["seq"])
+            assert seq not in applied, f"job {seq} was applied twice"
+            assert event["right"], f"job {seq} was applied with wrong data"
+            applied.add(seq)
+            ever_applied.add(seq)
+            given_up.discard(seq)
         elif event["event"] == "give up":
-            given_up.add(event["seq"])
+            given_up.add(seq)
         elif event["event"] == "execute":
-            executions[event["seq"]] += 1
-            regenerated += event["seq"] in ever_applied
+            executions += 1
+            regenerated |= {seq} & ever_applied
         elif event["event"] == "healing":
             healing = event["counts"]
         elif event["event"] == "crashed":
             raise AssertionError(event["traceback"])
     lost = set(range(total)) - applied - given_up
     assert not lost, f"jobs {sorted(lost)[:9]} were lost"
-    return {
-        "applied": len(applied),
-        "given_up": sorted(given_up),
-        "executions": executions.total(),
-        "regenerated": regenerated,  # after the trainer had used them: they should have been given back
-        "servers": servers,
-        "healing": healing,
-    }
+    return Told(applied, given_up, executions, regenerated, servers, healing)
 
 
 class Trainer:
     """A server that uses every group once and writes a checkpoint now and then, as the parameter server does."""
 
-    def __init__(
-        self,
-        root: Path,
-        total: int,
-        log: Log,
-        *,
-        window: int = 8,
-        steps: int = 3,
-        on_checkpoint: Callable[[set[int]], object] = len,
-        **opened: Any,
-    ) -> None:
+    def __init__(self, root: Path, total: int, log: Log, *, window: int = 8, steps: int = 3, **opened: Any) -> None:
         self._checkpoint = root.parent / f"{root.name}.checkpoint"
         self._log, self._total, self._window, self._steps = log, total, window, steps
-        self._on_checkpoint = on_checkpoint
-        self.consumed = self._load()
-        log.write("open", consumed=_ranges(self.consumed))
+        self.consumed = self._saved()
+        log.write("open", consumed=sorted(self.consumed))
         self.queue = ServerQueue.open(root, RUN, consumed=self.consumed, **opened)
         self._next = 0
         self._since_checkpoint = 0
@@ -187,12 +176,15 @@ class Trainer:
         """Write the consumed set, durably and atomically: the only thing that a trainer must sync."""
         temporary = self._checkpoint.with_suffix(".new")
         with temporary.open("w") as file:
-            json.dump(_ranges(self.consumed), file)
+            json.dump(sorted(self.consumed), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self._checkpoint)
-        self._on_checkpoint(set(self.consumed))
         self._since_checkpoint = 0
+
+    def trim(self, keep: int) -> int:
+        """Delete old groups that the checkpoint has."""
+        return self.queue.trim_done(keep, consumed=self._saved())
 
     def _use(self, seq: int) -> None:
         self.consumed.add(seq)
@@ -200,16 +192,17 @@ class Trainer:
         if self._since_checkpoint >= self._steps:
             self.checkpoint()
 
-    def _load(self) -> set[int]:
+    def _saved(self) -> set[int]:
         with suppress(FileNotFoundError):
-            return _expand(json.loads(self._checkpoint.read_text()))
+            return set(json.loads(self._checkpoint.read_text()))
         return set()
 
 
 def execute(worker: WorkerQueue, claim: Claim, log: Log, work_s: float = 0.0) -> None:
     """Do a job."""
     log.write("execute", seq=claim.job.seq, attempt=claim.attempt, worker=worker.name)
-    time.sleep(work_s)
+    if work_s:
+        time.sleep(work_s)
     worker.complete(claim, make_group(claim.job, claim.attempt, worker.name))
 
 
@@ -219,135 +212,10 @@ def claim_now(worker: WorkerQueue, limit: int) -> list[Claim]:
     return worker.claim(limit)
 
 
-def drain(root: Path, total: int, log: Log, poison: Iterable[int] = (), **opened: Any) -> Trainer:
-    """Bring a queue to its end with one trainer and one worker that take turns; poison jobs fail every time."""
-    trainer = Trainer(root, total, log, watch_workers=False, **opened)
-    with closing(trainer.queue), closing(WorkerQueue.open(root, 1, "cpu", files=opened.get("files"))) as worker:
-        _take_turns(trainer, worker, total, log, poison)
-    return trainer
-
-
-def _take_turns(trainer: Trainer, worker: WorkerQueue, total: int, log: Log, poison: Iterable[int]) -> None:
-    for _ in range(40 + 10 * total):
-        trainer.submit()
-        trainer.queue.recover_dead()
-        for claim in claim_now(worker, 4):
-            if claim.job.seq in poison:
-                worker.fail(claim, "poison")
-            else:
-                execute(worker, claim, log)
-        trainer.collect()
-        if trainer.done:
-            return
-    left = sorted(path.name for path in (worker.root / "queue").iterdir())
-    raise AssertionError(f"did not drain: {left}")
-
-
-def leftovers(root: Path, folders: Iterable[str] = ("queue", "tmp")) -> list[str]:
+def leftovers(root: Path) -> list[str]:
     """Files that must not be there once everything is drained."""
-    found = (path for name in folders for path in (root / name).rglob("*"))
+    found = (path for name in ("queue", "tmp") for path in (root / name).rglob("*"))
     return sorted(str(path.relative_to(root)) for path in found if path.is_file())
-
-
-class WrappedFiles:
-    """`Files` that call `before(operation, path, data)` first."""
-
-    def __init__(self, root: Path, before: Callable[[str, str, bytes], None]) -> None:
-        self._files, self._before = OsFiles(root), before
-
-    def names(self, folder: str) -> list[str]:
-        self._before("names", folder, b"")
-        return self._files.names(folder)
-
-    def read(self, path: str) -> bytes:
-        self._before("read", path, b"")
-        return self._files.read(path)
-
-    def create(self, path: str, data: bytes) -> None:
-        self._before("create", path, data)
-        self._files.create(path, data)
-
-    def rename(self, path: str, to: str) -> None:
-        self._before("rename", path, to.encode())
-        self._files.rename(path, to)
-
-    def sync(self, path: str) -> None:
-        self._before("sync", path, b"")
-        self._files.sync(path)
-
-    def unlink(self, path: str) -> None:
-        self._before("unlink", path, b"")
-        self._files.unlink(path)
-
-    def exists(self, path: str) -> bool:
-        self._before("exists", path, b"")
-        return self._files.exists(path)
-
-    def make_folder(self, path: str) -> None:
-        self._before("make_folder", path, b"")
-        self._files.make_folder(path)
-
-    def close(self) -> None:
-        """A test shares one of these between a server and a worker."""
-
-    def really_close(self) -> None:
-        """What the kernel does for a process that was killed."""
-        self._files.close()
-
-
-def killing_files(root: Path, at: int, *, half: bool = False) -> Files:
-    """SIGKILL of this process before its operation number `at`; with `half`, in the middle of it if it writes."""
-    count = -1
-
-    def before(operation: str, path: str, data: bytes) -> None:
-        nonlocal count
-        count += 1
-        if count == at:
-            if half and operation == "create":
-                (root / path).write_bytes(data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return WrappedFiles(root, before)
-
-
-def failing_files(root: Path, at: int, code: int, *, times: int = 1) -> Files:
-    """`OSError(code)` instead of the operations `at` … `at + times - 1`; a write fails half-way."""
-    count = -1
-
-    def before(operation: str, path: str, data: bytes) -> None:
-        nonlocal count
-        count += 1
-        if at <= count < at + times:
-            if operation == "create":
-                (root / path).write_bytes(data[: len(data) // 2])
-            raise OSError(code, os.strerror(code), path)
-
-    return WrappedFiles(root, before)
-
-
-def counting_files(root: Path, counts: Counter[str]) -> Files:
-    return WrappedFiles(root, lambda operation, path, data: counts.update([operation]))
-
-
-def forked(role: Callable[[], None], log: Log) -> int:
-    """Run `role` in a child; an exception in it goes into the log."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        role()
-        code = 0
-    except BaseException:  # noqa: BLE001 - nothing of the parent may run on in the child
-        log.write("crashed", traceback=traceback.format_exc())
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def arguments(**defaults: Any) -> argparse.Namespace:
@@ -365,17 +233,3 @@ def arguments(**defaults: Any) -> argparse.Namespace:
 
         MUTANTS[options.mutant]()
     return options
-
-
-def _ranges(numbers: set[int]) -> list[list[int]]:
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] = number + 1
-        else:
-            ranges.append([number, number + 1])
-    return ranges
-
-
-def _expand(ranges: list[list[int]]) -> set[int]:
-    return {number for begin, end in ranges for number in range(begin, end)}

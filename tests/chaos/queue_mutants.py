@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import struct
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any
 
 from async_grpo.queue import ServerQueue, WorkerQueue, codec, recovery, transitions
 from async_grpo.queue import server as queue_server
-from async_grpo.queue import worker as queue_worker
 from async_grpo.queue.filesystem import job_files
 from async_grpo.queue.names import COMPLETE, JobName, reason_name, set_aside_name
 from async_grpo.queue.transitions import Moves
@@ -26,7 +27,7 @@ def claim_removed_before_the_result_is_there() -> None:
 
 
 def files_written_in_place() -> None:
-    Moves.publish = lambda self, data, to: self.files.create(to, data)  # type: ignore[method-assign]
+    Moves.publish = lambda self, data, to, **_: self.files.create(to, data)  # type: ignore[method-assign]
 
 
 def nobody_recovers() -> None:
@@ -36,7 +37,7 @@ def nobody_recovers() -> None:
 def leftovers_of_a_restarted_worker_stay() -> None:
     """The lease is the device's: once dev1 is back, what it had before looks alive."""
 
-    WorkerQueue._tidy_up = WorkerQueue._learn_server  # type: ignore[method-assign]
+    WorkerQueue._tidy_up = lambda self, **_: self._learn_server()  # type: ignore[method-assign]
 
 
 def jobs_taken_from_the_living() -> None:
@@ -118,35 +119,14 @@ def locks_that_a_forked_child_keeps() -> None:
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return struct.pack("@hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, locks._parse_owner(_content(fd)).get("pid", 0))
+                return struct.pack(
+                    "@hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, locks._parse_owner(os.pread(fd, 4096, 0)).get("pid", 0)
+                )
             return struct.pack("@hhqqi4x", fcntl.F_UNLCK, 0, 0, 0, 0)
 
     locks.fcntl = Flock  # type: ignore[assignment]
 
 
-def _content(fd: int) -> bytes:
-    import os
-
-    return os.pread(fd, 4096, 0)
-
-
 MUTANTS: dict[str, Callable[[], None]] = {
-    mutant.__name__: mutant
-    for mutant in (
-        claim_removed_before_the_result_is_there,
-        files_written_in_place,
-        nobody_recovers,
-        leftovers_of_a_restarted_worker_stay,
-        jobs_taken_from_the_living,
-        results_not_deduplicated,
-        consumed_groups_not_given_back,
-        broken_and_missing_jobs_not_issued_again,
-        no_checksum,
-        attempts_not_counted,
-        handing_back_counts_as_a_failure,
-        reason_written_last,
-        locks_that_a_forked_child_keeps,
-    )
+    name: mutant for name, mutant in list(globals().items()) if isfunction(mutant) and mutant.__module__ == __name__
 }
-
-assert queue_worker  # imported so that its names exist before they are replaced
