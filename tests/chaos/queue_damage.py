@@ -19,6 +19,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE, PENDING, JobName
+from async_grpo.records import RolloutGroup
 
 
 class Bomb:
@@ -141,7 +142,7 @@ def read_damaged_files(folder: Path, count: int, seed: int) -> dict[str, int]:
     """Read `count` damaged files as the queue does, through `OsFiles`, from a directory."""
     dice, files = Random(seed), OsFiles(folder)
     job, group = make_job(1), make_group(make_job(1), 0, "dev1")
-    sound = [(encode_job(job), _job, repr(job)), (encode_group(group), _group, digest(group))]
+    sound = [(encode_job(job), _job, repr(job)), (encode_group(group), _group, _said(group))]
     outcome = Counter(files=count, kinds=len(KINDS), accepted=0)
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
@@ -165,4 +166,8 @@ def _job(data: bytearray) -> str:
 
 
 def _group(data: bytearray) -> str:
-    return digest(decode_group(data, JobName(1, 0, COMPLETE, "dev1"), RUN))
+    return _said(decode_group(data, JobName(1, 0, COMPLETE, "dev1"), RUN))
+
+
+def _said(group: RolloutGroup) -> str:
+    return f"{digest(group)} {group.attempt} {group.worker}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,16 +72,29 @@ def names(server: ServerQueue, folder: str = "queue") -> list[str]:
 def die(worker: WorkerQueue) -> None:
     """What the kernel does for a killed process: its lock is free, its claims stay."""
     worker._lock.release()
+    worker._claims.clear()  # so that the fixture can close it
 
 
 def serve(worker: WorkerQueue, limit: int = 8) -> None:
+    worker._look_at = 0.0  # look at the directory, whatever the pipe tells
     for claim in worker.claim(limit):
         worker.complete(claim, answer(claim, worker.name))
+
+
+def fail_for_good(worker: WorkerQueue) -> None:
+    """Fail the oldest job until it is given up."""
+    for _ in range(3):
+        worker._look_at = 0.0
+        worker.fail(worker.claim(1)[0], "no")
 
 
 def take_all(server: ServerQueue) -> list[int]:
     return [group.job.seq for entry in server.finished() if (group := server.take(entry))]
 
 
-def die_as_server(server: ServerQueue) -> None:
-    server._lock.release()
+@contextmanager
+def reopened(server: ServerQueue, **opened: Any) -> Iterator[ServerQueue]:
+    """The next server of this directory."""
+    server.close()
+    with closing(ServerQueue.open(server.root, RUN, watch_workers=False, **opened)) as queue:
+        yield queue

@@ -60,45 +60,32 @@ def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_
         encode_job(make_job(1, image=value))
 
 
+TURNS = np.array([1, 1], np.int32)
+
+
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("field", "value", "reason"),
     [
-        ({"sampling_logprobs": np.full(7, np.nan, np.float32)}, "sampling_logprobs holds a value that is not finite"),
-        ({"rewards": np.zeros((2, 1), np.float32)}, "rewards has shape"),
-        ({"completion_lengths": np.array([3, 5], np.int32)}, r"completion_ids has shape \(7,\), not \(8,\)"),
-        ({"completion_ids": np.zeros(7, np.int64)}, "completion_ids must be int32"),
-        ({"completion_ids": np.full(7, -1, np.int32)}, "completion_ids holds a value below 0"),
-        ({"tool_mask": np.full(7, 2, np.uint8)}, "tool_mask holds a value above 1"),
-        ({"completions": ["one"]}, "1 completions"),
-        ({"prompts": ["one", "two", "three"]}, "3 prompts for 2 generations"),
-        ({"prompt_lengths": np.array([2, 2], np.int32)}, r"prompt_ids has shape \(5,\), not \(4,\)"),
-        ({"metrics": {"mood": ["good"]}}, "could not convert string to float"),
-        ({"completion_lengths": np.array([-1, 8], np.int32)}, "completion_lengths holds a value below 0"),
-        ({"token_versions": np.full(7, 2, np.int32)}, "a token version is older"),
-        ({"turn_counts": np.array([1, 1], np.int32)}, "must be given together"),
-        (
-            {"turn_counts": np.array([1, 1], np.int32), "turn_rewards": np.zeros(3, np.float32)},
-            "turn_rewards has shape",
-        ),
+        ("sampling_logprobs", np.full(7, np.nan, np.float32), "sampling_logprobs holds a value that is not finite"),
+        ("rewards", np.zeros((2, 1), np.float32), "rewards has shape"),
+        ("completion_lengths", np.array([3, 5], np.int32), r"completion_ids has shape \(7,\), not \(8,\)"),
+        ("completion_lengths", np.array([-1, 8], np.int32), "completion_lengths holds a value below 0"),
+        ("completion_ids", np.zeros(7, np.int64), "completion_ids must be int32"),
+        ("completion_ids", np.full(7, -1, np.int32), "completion_ids holds a value below 0"),
+        ("tool_mask", np.full(7, 2, np.uint8), "tool_mask holds a value above 1"),
+        ("completions", ["one"], "1 completions"),
+        ("prompts", ["one", "two", "three"], "3 prompts for 2 generations"),
+        ("prompt_lengths", np.array([2, 2], np.int32), r"prompt_ids has shape \(5,\), not \(4,\)"),
+        ("metrics", {"mood": ["good"]}, "could not convert string to float"),
+        ("token_versions", np.full(7, 2, np.int32), "a token version is older"),
+        ("turn_counts", TURNS, "must be given together"),
+        ("turn_rewards", np.zeros(3, np.float32), "turn_rewards has shape"),
     ],
 )
-def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any], reason: str) -> None:
+def test_a_group_that_contradicts_itself_is_not_written(field: str, value: Any, reason: str) -> None:
+    changes = {"turn_counts": TURNS} if field == "turn_rewards" else {}
     with pytest.raises(BadGroupError, match=reason):
-        encode_group(make_group(make_job(1), **changes))
-
-
-@pytest.mark.parametrize(
-    ("expected", "reason"),
-    [
-        ({"name": JobName(2, 0, COMPLETE, "dev1")}, "sequence number"),
-        ({"run_id": "other"}, "run"),
-        ({"name": JobName(1, 1, COMPLETE, "dev1")}, "attempt"),
-        ({"name": JobName(1, 0, COMPLETE, "dev2")}, "worker"),
-    ],
-)
-def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadFileError, match=reason):
-        decode_group(encode_group(make_group(make_job(1))), **expected)
+        encode_group(make_group(make_job(1), **changes, **{field: value}))
 
 
 @pytest.mark.parametrize("levels", [101, 102, 500, 900])
@@ -137,24 +124,14 @@ def test_every_byte_is_under_the_checksum() -> None:
             decode_job(damaged)
 
 
-def test_a_job_is_no_group_and_the_other_way_round() -> None:
-    with pytest.raises(BadFileError, match="format"):
-        decode_group(encode_job(make_job(1)))
-    with pytest.raises(BadFileError, match="format"):
-        decode_job(encode_group(make_group(make_job(1))))
-
-
 @pytest.mark.parametrize("number", [10**4000, -(10**4000), 1 << 63])
 @pytest.mark.parametrize("field", ["policy_version", "attempt"])
 def test_a_group_with_a_number_that_torch_and_numpy_cannot_hold_is_refused(field: str, number: int) -> None:
     data = encode_group(make_group(make_job(1), **{field: number}))
     with pytest.raises(BadFileError, match=f"{field} is not a valid integer"):
         decode_group(data)
-
-
-def test_a_job_with_such_a_number_is_not_written() -> None:
     with pytest.raises(QueueError, match="seed is not a valid integer"):
-        encode_job(replace(make_job(1), seed=1 << 63))
+        encode_job(replace(make_job(1), seed=number))
 
 
 @pytest.mark.parametrize(("version", "sound"), [(1 << 31, False), (3, True), (-(1 << 40), True)])

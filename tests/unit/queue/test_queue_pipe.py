@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from queue_samples import answer, make_job
+from queue_samples import make_job
 
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue import worker as queue_worker
@@ -153,32 +152,6 @@ def test_an_older_job_goes_first_once_the_directory_is_looked_at(server: ServerQ
         worker.hand_back(oldest)
         worker._look_at = 0.0  # which is so after 50 ms
         assert [claim.job.seq for claim in worker.claim(2)] == [0, 1]
-
-
-def test_what_the_pipe_says_is_never_believed(server: ServerQueue) -> None:
-    """Stale names, names of jobs that never were, garbage, and silence about a job that is there."""
-    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
-        server.submit(make_job(0))
-        [claim] = worker.claim(1)
-        worker.complete(claim, answer(claim))
-        server.submit(make_job(1))
-        server._pipe.take(EVERYTHING)
-        server._pipe.announce(["0000000000.a00", "0000000077.a00", "../../../x", "\x00", "a" * 15])
-        assert [claim.job.seq for claim in worker.claim(1)] == [1]
-        assert worker.claim(1) == []
-
-
-def test_who_tidies_up_in_a_live_run_breaks_nothing(server: ServerQueue) -> None:
-    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
-        for seq in range(3):
-            server.submit(make_job(seq))
-            for folder in ("tmp", "done"):
-                shutil.rmtree(server.root / folder)
-                (server.root / folder).mkdir(mode=0o700)
-            [claim] = worker.claim(1)
-            worker.complete(claim, answer(claim))
-            [entry] = server.finished()
-            assert server.take(entry) is not None
 
 
 def test_only_what_is_in_the_queue_is_announced(server: ServerQueue) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from queue_samples import answer, make_group, make_job, names, same_group, serve, take_all
+from queue_samples import answer, die, fail_for_good, make_group, make_job, names, same_group, serve, take_all
 
-from async_grpo.queue import ServerQueue, WorkerQueue, codec, quarantined, retry_given_up
-from async_grpo.queue.codec import decode_group, encode_group
+from async_grpo.queue import ServerQueue, WorkerQueue, quarantined, retry_given_up
+from async_grpo.queue.codec import encode_group
 from async_grpo.queue.names import COMPLETE, JobName
+from async_grpo.records import Job, Purpose
 
 
 def test_the_life_of_a_job(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -50,89 +49,58 @@ def test_claim_skips_what_it_is_told_to(server: ServerQueue, worker: WorkerQueue
     assert worker.wait(0)
 
 
-def test_a_job_that_failed_is_claimed_alone_and_given_up_at_the_third_time(
-    server: ServerQueue, worker: WorkerQueue
-) -> None:
+@pytest.mark.parametrize("how", ["fails", "kills its worker"])
+def test_a_job_that_failed_is_claimed_alone_and_given_up_at_the_third_time(server: ServerQueue, how: str) -> None:
     for seq in range(3):
         server.submit(make_job(seq))
-    claims = worker.claim(1)
     for attempt in range(3):
-        [claim] = claims
-        assert (claim.job.seq, claim.attempt) == (0, attempt)
-        worker.fail(claim, f"Traceback: try {attempt}")
-        worker._look_at = 0.0
-        claims = worker.claim(9) if attempt < 2 else []
+        worker = WorkerQueue.open(server.root, 1, "cpu")
+        claims = worker.claim(9)
+        assert [claim.job.seq for claim in claims] == ([0] if attempt else [0, 1, 2])
+        assert claims[0].attempt == attempt
+        if how == "fails":
+            worker.fail(claims[0], f"Traceback: try {attempt}")
+            worker.close()
+        else:
+            die(worker)
+            server.recover_dead()
     assert server.finished() == []
-    assert server.given_up[0].attempt == 2
-    assert "try 2" in server.given_up[0].reason
-    assert server.open_jobs == 2
-    assert names(server, "quarantine") == [
-        "0000000000.a02_failed.reason",
-        "0000000000.a02_failed.safetensors",
-    ]
+    assert server.given_up.keys() == {0} and server.given_up[0].attempt == 2
+    assert ("try 2" if how == "fails" else "Worker dev1 died") in server.given_up[0].reason
+    assert names(server, "quarantine") == ["0000000000.a02_failed.reason", "0000000000.a02_failed.safetensors"]
     assert server.counts().quarantined == 1
+    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
+        serve(worker)
+        serve(worker)
+    assert take_all(server) == [1, 2]
     assert server.healing == type(server.healing)()
 
 
-def test_a_given_up_job_can_be_tried_once_more_by_hand(server: ServerQueue, worker: WorkerQueue) -> None:
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_given_up_job_can_be_tried_once_more_by_hand(
+    server: ServerQueue, worker: WorkerQueue, is_broken: bool
+) -> None:
     server.submit(make_job(0))
-    for _ in range(3):
-        worker._look_at = 0.0
-        worker.fail(worker.claim(1)[0], "no")
+    fail_for_good(worker)
     server.finished()
     assert retry_given_up(server.root, 0)
     assert not retry_given_up(server.root, 0)
     assert names(server, "quarantine") == []
-    worker._look_at = 0.0
-    serve(worker)
-    assert take_all(server) == [0]
-    assert server.given_up == {}
-
-
-def test_a_broken_result_of_a_given_up_job_is_set_aside_and_nothing_else(
-    server: ServerQueue, worker: WorkerQueue
-) -> None:
-    server.submit(make_job(0))
-    for _ in range(3):
-        worker._look_at = 0.0
-        worker.fail(worker.claim(1)[0], "no")
-    server.finished()
-    retry_given_up(server.root, 0)
-    worker._look_at = 0.0
     serve(worker)
     [result] = (server.root / "queue").iterdir()
-    result.write_bytes(result.read_bytes()[:-1])
-    assert take_all(server) == []
-    assert server.given_up.keys() == {0}
-    assert [(aside.seq, aside.kind) for aside in quarantined(server.root)] == [(0, "broken")]
+    result.write_bytes(result.read_bytes()[: -1 if is_broken else None])
+    assert take_all(server) == ([] if is_broken else [0])
+    assert server.given_up.keys() == ({0} if is_broken else set())
+    assert [aside.kind for aside in quarantined(server.root)] == (["broken"] if is_broken else [])
     assert names(server) == []
 
 
-def test_handing_back_costs_no_attempt(server: ServerQueue, worker: WorkerQueue) -> None:
-    server.submit(make_job(0))
-    worker.hand_back(worker.claim(1)[0])
-    assert names(server) == ["0000000000.a00_pending.safetensors"]
-    worker._look_at = 0.0
-    worker.claim(1)
-    worker.close()
-    assert names(server) == ["0000000000.a00_pending.safetensors"]
-
-
-def test_a_second_result_is_archived_and_never_returned(server: ServerQueue, worker: WorkerQueue) -> None:
-    server.submit(make_job(0))
-    [claim] = worker.claim(1)
-    worker.complete(claim, answer(claim))
-    assert take_all(server) == [0]
-    worker.complete(claim, answer(claim))
-    assert take_all(server) == []
-    assert server.healing.duplicates == 1
-    assert "0000000000.a00_duplicate_from_dev1.safetensors" in names(server, "done")
-
-
-@pytest.mark.parametrize("is_sound", [True, False])
-@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize(
+    ("attempt", "is_open", "is_sound"),
+    [(99, True, True), (99, True, False), (99, False, True), (99, False, False), (1, False, False)],
+)
 def test_a_result_of_an_attempt_that_was_never_made_is_set_aside(
-    server: ServerQueue, worker: WorkerQueue, is_open: bool, is_sound: bool
+    server: ServerQueue, worker: WorkerQueue, attempt: int, is_open: bool, is_sound: bool
 ) -> None:
     """Archived, it would be an anomaly of the audit for good. The job itself goes on."""
     server.submit(make_job(0))
@@ -140,26 +108,26 @@ def test_a_result_of_an_attempt_that_was_never_made_is_set_aside(
         serve(worker)
         assert take_all(server) == [0]
     claims = worker.claim(1)
-    planted = JobName(0, 99, COMPLETE, "dev1")
-    group = encode_group(make_group(make_job(0), 99))
+    planted = JobName(0, attempt, COMPLETE, "dev2")
+    group = encode_group(make_group(make_job(0), attempt, "dev2"))
     (server.root / "queue" / str(planted)).write_bytes(group if is_sound else b"nothing")
     assert take_all(server) == []
-    assert [path.name for path in (server.root / "done").rglob("*a99*")] == []
-    [reason] = (server.root / "quarantine").glob("*.a99_broken*.reason")
-    assert "attempt 99 of this job was never made" in reason.read_text()
+    assert [path.name for path in (server.root / "done").rglob(f"*a{attempt:02d}*")] == []
+    [aside] = quarantined(server.root)
+    assert (aside.kind, aside.attempt, server.healing.duplicates) == ("broken", attempt, 0)
+    assert attempt == 1 or "attempt 99 of this job was never made" in aside.reason
     for claim in claims:
         worker.complete(claim, answer(claim))
     assert take_all(server) == ([0] if is_open else [])
 
 
-def test_a_second_result_that_cannot_be_read_is_set_aside(server: ServerQueue, worker: WorkerQueue) -> None:
+@pytest.mark.parametrize("other", [make_job(0, prompt="something else"), replace(make_job(0), purpose="eval")])
+def test_a_result_for_another_prompt_is_refused(server: ServerQueue, worker: WorkerQueue, other: Job) -> None:
     server.submit(make_job(0))
-    serve(worker)
-    assert take_all(server) == [0]
-    (server.root / "queue" / str(JobName(0, 1, COMPLETE, "dev2"))).write_bytes(b"nothing")
+    [claim] = worker.claim(1)
+    worker.complete(claim, make_group(other))
     assert take_all(server) == []
-    assert [path.name for path in (server.root / "done").rglob("*a01*")] == []
-    assert server.healing.duplicates == 0
+    assert "another job" in quarantined(server.root)[0].reason
 
 
 def test_a_result_of_a_job_that_was_never_issued_is_set_aside(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -172,46 +140,18 @@ def test_a_result_of_a_job_that_was_never_issued_is_set_aside(server: ServerQueu
     assert "no job 9 was issued" in quarantined(server.root)[0].reason
 
 
-@pytest.mark.parametrize("damage", ["pending", "complete"])
-def test_a_broken_file_is_set_aside_and_its_job_issued_again(
-    server: ServerQueue, worker: WorkerQueue, damage: str
-) -> None:
-    server.submit(make_job(0))
-    if damage == "complete":
-        serve(worker)
-    [path] = (server.root / "queue").iterdir()
-    path.write_bytes(path.read_bytes()[:-3] + b"???")
-    worker._look_at = 0.0
-    serve(worker)
-    assert take_all(server) == []
-    assert names(server) == ["0000000000.a01_pending.safetensors"]
-    assert server.healing.broken == 1
-    [aside] = quarantined(server.root)
-    assert (aside.seq, aside.kind) == (0, "broken")
-    assert aside.reason
-    worker._look_at = 0.0
-    serve(worker)
-    assert take_all(server) == [0]
-
-
 def test_a_job_whose_files_break_every_time_is_given_up(server: ServerQueue, worker: WorkerQueue) -> None:
     server.submit(make_job(0))
-    for _ in range(3):
+    for attempt in range(3):
         [path] = (server.root / "queue").iterdir()
+        assert path.name == f"0000000000.a{attempt:02d}_pending.safetensors"
         path.write_bytes(b"")
         worker._look_at = 0.0
         assert worker.claim(1) == []
         server.finished()
     assert server.given_up.keys() == {0}
+    assert server.healing.broken == 3
     assert names(server) == []
-
-
-def test_a_result_for_another_prompt_is_refused(server: ServerQueue, worker: WorkerQueue) -> None:
-    server.submit(make_job(0))
-    [claim] = worker.claim(1)
-    worker.complete(claim, make_group(make_job(0, prompt="something else")))
-    assert take_all(server) == []
-    assert "another job" in quarantined(server.root)[0].reason
 
 
 def test_a_job_whose_file_vanished_is_issued_again_and_counted(server: ServerQueue) -> None:
@@ -224,37 +164,27 @@ def test_a_job_whose_file_vanished_is_issued_again_and_counted(server: ServerQue
     assert names(server) == ["0000000000.a01_pending.safetensors"]
 
 
-def test_a_result_whose_row_is_nested_too_deeply_to_compare_is_refused(
-    server: ServerQueue, worker: WorkerQueue
-) -> None:
-    server.submit(make_job(0))
-    [claim] = worker.claim(1)
-    worker.complete(claim, answer(claim))
-    [entry] = server.finished()
-    result = server.root / "queue" / str(entry)
-    schema = codec._GROUP
-    group = decode_group(result.read_bytes())
-    header = schema.header.of(group, [])
-    header["job"]["row"] = {"prompt": json.loads("[" * 900 + "]" * 900)}
-    tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
-    texts = np.frombuffer(json.dumps(schema.texts.of(group, [])).encode(), np.uint8)
-    result.write_bytes(codec._pack(schema, header, {**tensors, "texts": texts}))
-    assert server.take(entry) is None
-    assert names(server) == ["0000000000.a01_pending.safetensors"]
-
-
 def test_a_reason_that_cannot_be_read_does_not_hide_that_the_job_was_given_up(
     server: ServerQueue, worker: WorkerQueue
 ) -> None:
     server.submit(make_job(0))
-    for _ in range(3):
-        worker._look_at = 0.0
-        worker.fail(worker.claim(1)[0], "no")
+    fail_for_good(worker)
     [reason] = (server.root / "quarantine").glob("*.reason")
     reason.unlink()
     reason.symlink_to(server.root / "server.lock")
     assert server.finished() == []
     assert "cannot be read" in server.given_up[0].reason
+
+
+@pytest.mark.parametrize("purpose", ["eval", "generate"])
+def test_a_group_of_another_purpose_is_never_handed_to_training(
+    server: ServerQueue, worker: WorkerQueue, purpose: Purpose
+) -> None:
+    server.submit(replace(make_job(0), purpose=purpose))
+    server.submit(make_job(1))
+    serve(worker)
+    assert [entry.seq for entry in server.finished()] == [1]
+    assert [entry.seq for entry in server.finished(purpose)] == [0]
 
 
 def test_results_that_nobody_takes_wake_the_server_once(server: ServerQueue, worker: WorkerQueue) -> None:

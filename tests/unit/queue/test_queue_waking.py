@@ -121,15 +121,6 @@ def test_the_server_wakes_for_a_result(server: ServerQueue, watching: str) -> No
         late.join()
 
 
-def test_a_worker_wakes_for_a_job(server: ServerQueue, watching: str) -> None:
-    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
-        assert not worker.wait(0.01)
-        late = threading.Timer(0.05, server.submit, [make_job(0)])
-        late.start()
-        assert worker.wait(DEADLINE_S)
-        late.join()
-
-
 @pytest.mark.parametrize("pidfd", [True, False])
 def test_a_killed_workers_job_is_pending_again_without_anyone_asking(
     server: ServerQueue, monkeypatch: pytest.MonkeyPatch, pidfd: bool

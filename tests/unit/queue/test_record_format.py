@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,11 +13,11 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from queue_samples import RUN, answer, make_group, make_job, same_group
+from queue_samples import make_group, make_job, same_group
 
 from async_grpo.errors import BadFileError, QueueError
 from async_grpo.images import EncodedImage
-from async_grpo.queue import ServerQueue, WorkerQueue, codec, quarantined
+from async_grpo.queue import codec
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.schema import columns
 from async_grpo.records import Job, Purpose, RolloutGroup, Timings, header, record
@@ -157,25 +156,3 @@ def test_an_unknown_purpose_is_neither_written_nor_read() -> None:
     before, after = data[:37], data[45:]
     with pytest.raises(BadFileError, match="purpose is 'trail', not one of train"):
         decode_job(before + b"%08x" % crc32c(after, crc32c(before)) + after)
-
-
-@pytest.mark.parametrize("purpose", ["eval", "generate"])
-def test_a_group_of_another_purpose_is_never_handed_to_training(purpose: Purpose, tmp_path: Path) -> None:
-    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
-        server.submit(replace(make_job(0), purpose=purpose))
-        server.submit(make_job(1))
-        with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
-            for claim in worker.claim(2):
-                worker.complete(claim, answer(claim))
-        assert [entry.seq for entry in server.finished()] == [1]
-        assert [entry.seq for entry in server.finished(purpose)] == [0]
-
-
-def test_a_group_of_another_purpose_does_not_answer_a_job_for_training(tmp_path: Path) -> None:
-    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
-        server.submit(make_job(0))
-        with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
-            [claim] = worker.claim(1)
-            worker.complete(claim, make_group(replace(claim.job, purpose="eval")))
-        assert [server.take(entry) for entry in server.finished()] == [None]
-        assert "another job" in quarantined(tmp_path)[0].reason
