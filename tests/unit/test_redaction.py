@@ -112,7 +112,7 @@ def test_what_is_clean_stays_as_it_is() -> None:
     ["://a:", "-eyJaaaaaaaa", 'token="a', 'token=\\"', "cookie:", "a.webhook", "?a-token", "sk-", "x-key", "key="],
 )
 def test_a_long_line_that_was_made_for_it_takes_no_minutes(unit: str) -> None:
-    Redactor()(unit * (100_000 // len(unit)))
+    Redactor()(unit * (40_000 // len(unit)))
 
 
 def test_a_long_secret_is_removed_to_its_end() -> None:

@@ -211,7 +211,7 @@ def test_a_call_that_keeps_the_interpreters_lock_is_named_by_the_handler_of_c(ro
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             [found] = run_processes(RunDir(root))
-            assert "in matches_for_ever" in stacks_of(found, timeout_s=8)
+            assert "in matches_for_ever" in stacks_of(found, timeout_s=4)
             assert process.poll() is None
         finally:
             process.kill()

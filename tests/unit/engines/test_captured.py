@@ -62,7 +62,7 @@ def assert_same(ours: SamplingLoop, wanted: SamplingLoop, within: float = 1e-4) 
 
 
 @pytest.mark.parametrize("make_model", [plain, with_sliding_window, with_caps, of_experts])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", LENGTHS[:2])
 def test_tokens_are_those_of_shapes_that_grow(make_model: Any, lengths: tuple[int, ...] | None) -> None:
     model, steps = make_model(), DecodeSteps(capture=False)
     for prompts in (GROUPS, PROMPTS[:1] * 6 + PROMPTS[1:2] * 6):  # the buffers of the first are there for the second
@@ -223,9 +223,9 @@ def test_batches_of_other_sizes_take_the_same_memory_in_turn(
         (100, GROUPS, 12 * 128),
         (20, GROUPS, 12 * 128),
         (20, GROUPS * 3, 40 * 64),
-        (300, GROUPS[:4] + GROUPS[8:], 8 * 320),
-        (20, GROUPS, 8 * 320),
-        (100, GROUPS, 8 * 320),
+        (200, GROUPS[:4] + GROUPS[8:], 8 * 256),
+        (20, GROUPS, 8 * 256),
+        (100, GROUPS, 8 * 256),
     ):
         settings = {"max_new_tokens": tokens, "eos_token_id": -1, "prompts": prompts}
         for _ in range(2):

@@ -25,6 +25,7 @@ from async_grpo_experiments.slots.ledger import LEDGER, read
 from async_grpo_experiments.slots.places import Place
 
 ONE_LINE = tree(algos={"QSharp": {}})
+ONE_ROUND = {**ONE_LINE, "rounds_of_training": 1}  # a reference, and three stages
 STAGES = 13  # a reference, and two lines of two rounds of three stages
 QSHARP_1, QSHARP_2 = "QSharp_tiny_sums_r1", "QSharp_tiny_sums_r2"
 
@@ -45,8 +46,7 @@ def run_apart(yard: ExperimentYard) -> int:
 
 
 def apart(yard: ExperimentYard) -> list[str]:
-    keys = f"tree(algos={ONE_LINE['algos']!r})"
-    code = f"from experiment_yard import *; sys.exit(ExperimentYard(Path({str(yard.folder)!r})).run({keys}))"
+    code = f"from experiment_yard import *; sys.exit(ExperimentYard(Path({str(yard.folder)!r})).run({ONE_ROUND!r}))"
     return [sys.executable, "-c", code]
 
 
@@ -83,9 +83,9 @@ def test_what_needs_a_failed_stage_is_blocked_and_a_retry_runs_it_alone(yard: Ex
 
 @pytest.fixture(scope="module")
 def untroubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What one line leaves if nothing happens."""
+    """What one round leaves if nothing happens."""
     yard = ExperimentYard(tmp_path_factory.mktemp("untroubled"))
-    assert yard.run(ONE_LINE) == 0
+    assert yard.run(ONE_ROUND) == 0
     return yard.hashes()
 
 
@@ -111,9 +111,9 @@ def is_as(yard: ExperimentYard, untroubled: dict[str, dict[str, str]]) -> bool:
 def test_a_kill_at_a_boundary_costs_no_finished_stage_and_changes_nothing(
     yard: ExperimentYard, untroubled: dict[str, dict[str, str]], how: str, kind: str
 ) -> None:
-    yard.fail(f"{QSHARP_2}.{kind}", how)
+    yard.fail(f"{QSHARP_1}.{kind}", how)
     assert run_apart(yard) != 0
-    assert yard.run(ONE_LINE) == 0
+    assert yard.run(ONE_ROUND) == 0
     assert is_as(yard, untroubled)
 
 
@@ -131,7 +131,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, untroubled: dict
                     runner.wait(draw.uniform(0.3, 1.5))
                 except subprocess.TimeoutExpired:
                     kills += kill_one_of(runner, draw)
-        assert yard.run(ONE_LINE) == 0
+        assert yard.run(ONE_ROUND) == 0
         assert len(yard.finished) == len({*yard.finished})  # a kill before its line leaves one out
         assert yard.hashes() == untroubled and not list(yard.root.glob("jobs/*/*.partial-*"))
 
@@ -146,22 +146,21 @@ def kill_one_of(runner: subprocess.Popen[bytes], draw: random.Random) -> int:
     return 0
 
 
-@pytest.mark.parametrize("truncated", ["data", "model", "evaluation"])
 def test_a_truncated_file_is_made_again_with_what_was_made_of_it(
-    yard: ExperimentYard, capsys: pytest.CaptureFixture[str], truncated: str
+    yard: ExperimentYard, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    yard.run()
-    before = yard.hashes()
-    folder = yard.root / "jobs" / QSHARP_1 / truncated
-    made = folder / "made"
-    made.write_text(made.read_text()[:-1])
-    assert yard.run() == 0
-    kinds = {"data": ["generate", "train", "evaluate"], "model": ["train", "evaluate"], "evaluation": ["evaluate"]}
-    again = [f"{QSHARP_1}.{kind}" for kind in kinds[truncated]]
-    again += [] if truncated == "evaluation" else [f"{QSHARP_2}.{kind}" for kind in ("generate", "train", "evaluate")]
-    assert sorted(yard.finished[STAGES:]) == sorted(again)
-    assert yard.hashes() == before
-    assert f"{again[0]} is made again: {made} is not what was written" in capsys.readouterr().out
+    yard.run(ONE_LINE)
+    before, stages = yard.hashes(), ["generate", "train", "evaluate"]
+    for truncated, kinds in (("evaluation", stages[2:]), ("model", stages[1:]), ("data", stages)):
+        done = len(yard.finished)
+        made = yard.root / "jobs" / QSHARP_1 / truncated / "made"
+        made.write_text(made.read_text()[:-1])
+        assert yard.run(ONE_LINE) == 0
+        again = [f"{QSHARP_1}.{kind}" for kind in kinds]
+        again += [] if truncated == "evaluation" else [f"{QSHARP_2}.{kind}" for kind in stages]
+        assert sorted(yard.finished[done:]) == sorted(again)
+        assert yard.hashes() == before
+        assert f"{again[0]} is made again: {made} is not what was written" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -212,7 +211,7 @@ def test_a_full_disk_is_said_and_waited_for_and_no_state_is_lost(
 
     monkeypatch.setattr(run_module.states, "begin", lambda *args: no_room("begin") or begin(*args))
     monkeypatch.setattr(run_module, "write_json", lambda *args: no_room("write") or write(*args))
-    assert yard.run(ONE_LINE) == 0
+    assert yard.run(ONE_ROUND) == 0
     said = capsys.readouterr().out
     assert said.count("waits for room on the disk") == 2 and said.count("job_states.json is not the newest") == 1
     assert {*yard.job_states().values()} == {"EVAL_COMPLETED"}
@@ -231,15 +230,16 @@ def test_more_examples_are_for_what_has_not_finished(yard: ExperimentYard) -> No
 
 
 def test_a_changed_key_of_a_finished_stage_is_refused_with_the_difference(yard: ExperimentYard) -> None:
+    once = {"rounds_of_training": 1}
     yard.fail("DPO_tiny_sums_r1.train")
-    yard.run()
-    mended = tree(algos={"QSharp": {}, "DPO": {"lr": 3e-5}})  # no finished stage used it
+    yard.run(tree(**once))
+    mended = tree(algos={"QSharp": {}, "DPO": {"lr": 3e-5}}, **once)  # no finished stage used it
     with pytest.raises(UsageError, match=r"generation.max_new_tokens: 256, now 8") as refused:
-        yard.run(tree(generation={"max_new_tokens": 8}))
-    assert QSHARP_2 in str(refused.value)
+        yard.run(tree(generation={"max_new_tokens": 8}, **once))
+    assert QSHARP_1 in str(refused.value)
     assert yard.run(mended) == 0
     with pytest.raises(UsageError, match=r"algos.DPO.lr: 3e-05, now 1e-05"):
-        yard.run()
+        yard.run(tree(**once))
 
 
 def test_two_runners_on_one_experiment_are_refused(yard: ExperimentYard) -> None:
@@ -264,6 +264,6 @@ def test_a_stage_that_ends_without_its_folder_has_failed(yard: ExperimentYard) -
 
 
 def test_idle_places_say_why_once(yard: ExperimentYard, capsys: pytest.CaptureFixture[str]) -> None:
-    yard.run(ONE_LINE, places=[*TWO_PLACES, Place(name="c")])  # at first two stages can run
+    yard.run(ONE_ROUND, places=[*TWO_PLACES, Place(name="c")])  # at first two stages can run
     said = [line for line in capsys.readouterr().out.splitlines() if " idle: " in line]
     assert len(said) == 1 and " of 3 places are idle" in said[0]
