@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -102,8 +101,3 @@ def test_what_the_command_refuses_is_refused(options: dict[str, Any], why: str) 
     with pytest.raises(UsageError) as error:
         as_flags(options)
     assert why in str(error.value)
-
-
-def test_a_list_is_a_sequence() -> None:
-    hint = get_type_hints(Options)["run_tags"]
-    assert Sequence[str] in get_args(hint)

@@ -61,14 +61,6 @@ def test_the_newest_complete_checkpoint_comes_back_as_it_was_saved(tmp_path: Pat
     assert names(tmp_path) == {"checkpoint-2", "checkpoint-9", "checkpoint-10"}
 
 
-def test_the_newest_of_several_folders(tmp_path: Path) -> None:
-    save(tmp_path / "a", 1)
-    save(tmp_path / "b", 2)
-    folders = [tmp_path / "none", tmp_path / "a", tmp_path / "b"]
-    found = checkpoint_folders.latest(folders, "mine")
-    assert found is not None and found.path == tmp_path / "b" / "checkpoint-2"
-
-
 @pytest.mark.parametrize("weights", [b"", b"half", b"weights"])
 def test_a_checkpoint_whose_writer_was_killed_is_not_used(tmp_path: Path, weights: bytes) -> None:
     """Whichever run wrote it: that of another has no state of ours beside its weights, and ours has no name yet."""
@@ -78,12 +70,6 @@ def test_a_checkpoint_whose_writer_was_killed_is_not_used(tmp_path: Path, weight
     assert checkpoint_folders.latest([tmp_path], "second") is None
     write(tmp_path, 12, weights=weights)
     assert latest(tmp_path).state.step == 10
-
-
-def test_what_a_killed_process_left_is_removed_before_the_next_checkpoint(tmp_path: Path) -> None:
-    write(tmp_path, 10)
-    save(tmp_path, 11)
-    assert names(tmp_path) == {"checkpoint-11"}
 
 
 BROKEN = {
@@ -124,13 +110,6 @@ def test_a_checkpoint_that_is_not_of_any_run_is_kept_under_another_name(tmp_path
         save(tmp_path, 10, run)
     assert names(tmp_path) == {"checkpoint-10", "checkpoint-10-of-before", "checkpoint-10-of-before-2"}
     assert (tmp_path / "checkpoint-10-of-before" / "model.safetensors").read_bytes() == b"plain TRL's"
-
-
-def test_a_run_that_went_back_replaces_its_own_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 10, weights=b"old")
-    save(tmp_path, 10, weights=b"new")
-    assert names(tmp_path) == {"checkpoint-10"}
-    assert (tmp_path / "checkpoint-10" / "model.safetensors").read_bytes() == b"new"
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,26 +176,6 @@ def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.M
     assert only(found, "versions").level is Level.WARNING
 
 
-def test_every_extra_that_is_asked_for_exists_where_it_is_installed() -> None:
-    """pip warns at every install of one that does not."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*map(Requirement, project["dependencies"])]
-    asked += [Requirement(one) for extra in project["optional-dependencies"].values() for one in extra]
-    for each in asked:
-        if each.name != "async-grpo" and each.extras and machine.installed(each.name):
-            named = metadata.metadata(each.name).get_all("Provides-Extra") or []
-            assert each.extras <= {*named}, each
-
-
-def test_the_pinned_antlr_is_one_that_math_verify_reads_with() -> None:
-    pin = machine.tested_set()["antlr4-python3-runtime"]
-    needs = [Requirement(one) for one in metadata.requires("latex2sympy2_extended") or []]
-    [antlr] = [each for each in needs if each.name == "antlr4-python3-runtime" and each.marker is None]
-    assert antlr.specifier.contains(pin)
-    exact = {str(each.specifier) for each in needs if each.name == antlr.name and each.marker is not None}
-    assert f"=={pin}" in exact, "it has a parser for these versions only"
-
-
 def test_the_build_of_torch_does_not_matter_to_its_version() -> None:
     pins = machine.tested_set()
     assert (
@@ -336,7 +314,7 @@ def test_a_real_round_trip() -> None:
 
 
 def test_a_round_trip_that_fails_is_a_line_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(probe, "ask", Mock(side_effect=probe.ChildFailed("ended with 1", ["no device nowhere"])))
     [finding] = gpu.weight_sharing(["nowhere"])
     assert finding.level is Level.ERROR and "nowhere" in finding.found
 
@@ -470,14 +448,6 @@ def test_the_doctor_counts_the_memory_of_the_run_that_this_machine_would_start(
 # --- the command
 
 
-def test_the_first_lines_need_no_torch() -> None:
-    """All of torch's users are processes of their own, so that nothing waits for it and no driver can end us."""
-    modules = "async_grpo.cli.inspect.doctor, async_grpo.checks.doctor.checkup, async_grpo.checks.bug_report.dump"
-    code = f"import sys, {modules}; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert not {"torch", "numpy", "trl", "transformers", "cupy"} & set(result.stdout.split())
-
-
 @pytest.mark.parametrize(
     ("found", "code"), [([ok("a", "b")], 0), ([warning("a", "b", "c")], 0), ([ok("a", "b"), error("a", "b", "c")], 1)]
 )
@@ -500,8 +470,3 @@ def test_lines_fold_beneath_themselves() -> None:
     assert shown[0].startswith("warning  memory         word")
     assert all(row.startswith(" " * 24) for row in shown[1:]) and all(len(row) <= 80 for row in shown)
     assert shown[-1].strip() == "-> do this"
-
-
-def test_a_complaint_without_a_fix_is_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError):
-        Finding(Level.ERROR, "memory", "too little")

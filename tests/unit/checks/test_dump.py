@@ -144,22 +144,16 @@ def test_what_is_no_run_is_refused(
 # --- stacks
 
 
-def test_a_hung_server_tells_where_it_is(root: Path) -> None:
-    with server(root, "listens") as process:
-        [found] = run_processes(RunDir(root))
-        assert found.pid == process.pid
-        assert "in hangs_here" in stacks_of(found, timeout_s=DEADLINE_S)
-        assert process.poll() is None
-
-
 def test_its_thread_for_stacks_is_asked_and_the_process_is_not_signalled(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler of the process reads the frames of threads that run: a run was ended by a segmentation fault."""
     sent: list[int] = []
     monkeypatch.setattr("signal.pidfd_send_signal", lambda pidfd, number: sent.append(number))
-    with server(root, "listens"):
+    with server(root, "listens") as process:
         [found] = run_processes(RunDir(root))
+        assert found.pid == process.pid
+        assert [RunDir(root).stacks("server").stat().st_mode & 0o777] == [0o600]
         assert "in hangs_here" in stacks_of(found, timeout_s=DEADLINE_S)
     assert set(sent) == {0}
 

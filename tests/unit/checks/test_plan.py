@@ -126,10 +126,6 @@ def test_a_group_of_one_is_no_group() -> None:
     assert what_to_set(batch(8, group=1)) == ["num_generations=2"]
 
 
-def test_numbers_that_fit_are_left_alone() -> None:
-    assert misfit(batch(16, group=8, passes=4)) == ""
-
-
 @pytest.mark.parametrize(
     ("numbers", "limits", "steps", "rounds"),
     [
@@ -187,14 +183,6 @@ def test_frozen_weights_are_held_twice_where_the_trainer_cannot_use_what_it_publ
     adapter = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
     of = facts(parameters=adapter, **changes)
     assert (published_bytes(of), server_bytes(of)) == (published, server)
-
-
-def test_the_dry_run_says_where_the_frozen_weights_are_counted() -> None:
-    adapter = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
-    shared = facts(parameters=adapter)
-    assert dry_run._slots(shared).endswith("4.0 MB do not train, which the trainer uses as well: counted there")
-    assert dry_run._slots(replace(shared, sharded_over=2)).endswith("4.0 MB do not train, a copy")
-    assert dry_run._slots(facts()) == "3 versions of 2.0 MB"
 
 
 def test_a_quantised_base_is_published_as_it_is() -> None:

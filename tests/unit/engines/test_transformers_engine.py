@@ -90,26 +90,27 @@ def test_a_row_ends_behind_a_stop_string(model: Qwen3ForCausalLM) -> None:
     assert any(ids[-1] == stop for ids in cut)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_log_probabilities_are_those_of_a_forward_pass(model: Qwen3ForCausalLM, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "sampling"),
+    [
+        (0.7, {}),
+        (1.0, {}),
+        (1.5, {}),
+        (0.7, {"top_k": 2}),  # of the full distribution even when sampling truncates it
+        (1.0, {"temperature": 0.2, "loss_temperature": 1.0}),  # of the loss, whatever was sampled with
+    ],
+)
+def test_log_probabilities_are_those_of_a_forward_pass(
+    model: Qwen3ForCausalLM, temperature: float, sampling: dict[str, float]
+) -> None:
     prompts = PROMPTS * 4
-    completions, logprobs = sample(engine_of(model, temperature=temperature), prompts, seed=1)
+    completions, logprobs = sample(engine_of(model, **{"temperature": temperature, **sampling}), prompts, seed=1)
     assert len(completions) == len(logprobs) == len(prompts)
     for prompt, ids, sampled in zip(prompts, completions, logprobs, strict=True):
         assert len(sampled) == len(ids)
         torch.testing.assert_close(
             torch.tensor(sampled), forward_logprobs(model, prompt, ids, temperature), atol=1e-5, rtol=0
         )
-
-
-def test_they_are_of_the_full_distribution_even_when_sampling_truncates_it(model: Qwen3ForCausalLM) -> None:
-    [ids], [sampled] = sample(engine_of(model, temperature=0.7, top_k=2), [PROMPTS[0]], seed=1)
-    torch.testing.assert_close(torch.tensor(sampled), forward_logprobs(model, PROMPTS[0], ids, 0.7), atol=1e-5, rtol=0)
-
-
-def test_they_are_at_the_temperature_of_the_loss_whatever_was_sampled_with(model: Qwen3ForCausalLM) -> None:
-    [ids], [sampled] = sample(engine_of(model, temperature=0.2, loss_temperature=1.0), [PROMPTS[0]], seed=1)
-    torch.testing.assert_close(torch.tensor(sampled), forward_logprobs(model, PROMPTS[0], ids, 1.0), atol=1e-5, rtol=0)
 
 
 def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model: Qwen3ForCausalLM) -> None:

@@ -10,7 +10,6 @@ import torch
 from transformers.processing_utils import ImagesKwargs
 
 from async_grpo.engines.vllm_options import (
-    adapter_of,
     engine_options,
     needs_text,
     refuse_image_settings,
@@ -147,10 +146,6 @@ def test_room_for_an_adapter(rank: int, room: int) -> None:
 def test_an_adapter_that_vllm_cannot_take_is_refused(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="--generator hf"):
         engine_options(trainer(model), seed=0, deterministic=False)
-
-
-def test_a_model_without_an_adapter() -> None:
-    assert adapter_of(SimpleNamespace()) is None
 
 
 def test_settings_of_the_image_processor_in_chat_template_kwargs_are_refused() -> None:

@@ -19,7 +19,7 @@ from async_grpo.rundir import lifecycle
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
-from async_grpo.rundir.paths import FORMAT, RunDir, RunState
+from async_grpo.rundir.paths import RunDir, RunState
 from kit.plans import planned
 
 CONFIG = Path("my_trainer.py")
@@ -75,15 +75,6 @@ def test_a_fresh_directory(root: Path) -> None:
     assert state.plan.config == CONFIG.absolute()
     assert (state.plan.num_workers, state.plan.workers_sharing) == (3, 2)
     assert (root / "deep").stat().st_mode & 0o777 == 0o700, "prompts and completions are nobody else's business"
-
-
-def test_an_empty_directory_is_as_good_as_none(root: Path) -> None:
-    root.mkdir()
-    assert prepare(root, planned(CONFIG)).state == runs.RUNNING
-
-
-def test_every_run_has_its_own_id(tmp_path: Path) -> None:
-    assert prepare(tmp_path / "a", planned(CONFIG)).run_id != prepare(tmp_path / "b", planned(CONFIG)).run_id
 
 
 @pytest.mark.parametrize(
@@ -260,13 +251,6 @@ def test_a_directory_in_use_names_who_uses_it_whatever_is_asked(root: Path, how:
         assert everything(root) == before
 
 
-def test_a_killed_server_leaves_no_stale_lock(root: Path) -> None:
-    old_run(root, state=runs.FINISHED, step=7)
-    with live_server(root):
-        pass
-    assert prepare(root, planned(CONFIG)).state == runs.RUNNING
-
-
 def test_preparing_leaves_the_lock_free_for_the_server(root: Path) -> None:
     prepare(root, planned(CONFIG))
     with pytest.raises(RunDirError):
@@ -285,21 +269,6 @@ def test_a_state_of_another_version(root: Path, content: object) -> None:
         ):
             prepare(root, planned(CONFIG, **how))
     assert json.loads((root / "run.json").read_text()) == content
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
-def test_a_state_that_is_no_json(root: Path, content: bytes) -> None:
-    root.mkdir()
-    (root / "run.json").write_bytes(content)
-    with pytest.raises(RunDirError, match=r"run\.json cannot be used: it is not valid JSON .* another run directory"):
-        prepare(root, planned(CONFIG))
-
-
-def test_a_state_with_the_wrong_fields(root: Path) -> None:
-    root.mkdir()
-    (root / "run.json").write_text(json.dumps({"format": FORMAT, "colour": "red"}))
-    with pytest.raises(RunDirError, match=r"run\.json .*unknown field 'colour'"):
-        prepare(root, planned(CONFIG))
 
 
 @pytest.mark.parametrize("undo", [{"nonsense": 1}, {"state": "finished"}, {"state": 1, "plan": {"config": "a.py"}}, []])

@@ -100,25 +100,25 @@ def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixt
     assert "next: async-grpo train my_trainer.py --distributed --run-dir worker --resume\n" in text
 
 
-def test_groups_that_were_set_aside_are_counted_and_found(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(run, capsys, jobs_quarantined=3)
-    assert f"3, with reasons in {run.root / 'quarantine'}" in text
-
-
-def test_workers_that_died_at_the_end_are_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(run, capsys, workers_lost=["worker 2 (killed by SIGKILL)"])
-    assert "workers lost at the end" in text and "worker 2 (killed by SIGKILL)" in text
-
-
-def test_groups_that_were_dropped_are_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "484, of equal rewards or over age" in shown(run, capsys, groups_dropped=484)
-
-
-def test_too_few_fresh_tokens_are_said_with_what_they_have_shown(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("figures", "told"),
+    [
+        ({"jobs_quarantined": 3}, r"3, with reasons in \S*quarantine"),
+        (
+            {"workers_lost": ["worker 2 (killed by SIGKILL)"]},
+            r"workers lost at the end .*worker 2 \(killed by S",
+        ),
+        ({"groups_dropped": 484}, "484, of equal rewards or over age"),
+        (
+            {"undecided_tokens": 64, "undecided_nats": 0.87123},
+            r"trainer and sampler +│ undecided: 64 fresh tokens are too few \(0.87 nats apart\)",
+        ),
+    ],
+)
+def test_what_a_run_has_lost_or_left_undecided_is_told(
+    run: RunDir, capsys: pytest.CaptureFixture[str], figures: dict[str, Any], told: str
 ) -> None:
-    text = shown(run, capsys, undecided_tokens=64, undecided_nats=0.87123)
-    assert re.search(r"trainer and sampler +│ undecided: 64 fresh tokens are too few \(0.87 nats apart\)", text)
+    assert re.search(told, shown(run, capsys, **figures))
 
 
 def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

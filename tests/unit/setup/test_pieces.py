@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -288,36 +283,3 @@ def test_more_pieces_than_rows_there_are_not() -> None:
 def test_spans_have_a_column_of_the_prompt_and_one_of_the_completion() -> None:
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
     assert spans(mask, 2) == [(1, 4), (0, 4), (2, 4), (2, 5)]
-
-
-RANK = """
-import json, sys, torch
-from torch import distributed
-sys.path.insert(0, sys.argv[4])
-import test_pieces as here
-from async_grpo.setup import pieces
-rank, ranks = int(sys.argv[1]), int(sys.argv[2])
-distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
-pieces.CALLS = 0.0
-class Accelerator(here.Accelerator):
-    num_processes = ranks
-    def __init__(self): ...
-    def gather(self, own):
-        parts = [torch.empty_like(own) for _ in range(ranks)]
-        distributed.all_gather(parts, own.contiguous())
-        return torch.cat(parts)
-ids, mask, keep = here.batch(here.LENGTHS if rank else [(3, 9)] * len(here.LENGTHS))
-model = here.Model()
-(said, _), _ = pieces.Pieces(Accelerator())(model, model, ids, mask, keep)
-assert torch.equal(said, here.Model()(ids, mask, keep)[0])
-print(json.dumps(len(model.seen)))
-distributed.destroy_process_group()  # else a thread of gloo may abort the exit
-"""
-
-
-def test_two_real_ranks_of_other_lengths_take_as_many_pieces(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = ["2", str(tmp_path / "store"), str(Path(__file__).parent)]
-    processes = [Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=PIPE, env=env) for rank in (0, 1)]
-    passes = [json.loads(process.communicate(timeout=DEADLINE_S)[0]) for process in processes]
-    assert passes[0] == passes[1] > 3 + 2

@@ -17,7 +17,7 @@ import pytest
 
 from async_grpo.errors import RunDirError
 from async_grpo.setup import process
-from async_grpo.setup.process import STACKS_SIGNAL, own_compile_cache
+from async_grpo.setup.process import own_compile_cache
 from kit.waiting import DEADLINE_S, is_gone, until
 
 
@@ -181,32 +181,6 @@ def test_a_compile_cache_through_a_link_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "dev1").symlink_to("elsewhere")
     with pytest.raises(RunDirError, match="dev1 is not a directory"):
         own_compile_cache("dev1", {"UNSLOTH_COMPILE_LOCATION": str(tmp_path)})
-
-
-HUNG = """
-import sys, time
-from pathlib import Path
-from async_grpo.setup.process import write_stacks_on_signal
-
-def waits_for_ever():
-    print("ready", flush=True)
-    time.sleep(100_000)
-
-write_stacks_on_signal(Path(sys.argv[1]))
-waits_for_ever()
-"""
-
-
-def test_a_hung_process_writes_its_stacks_when_it_is_signalled_and_lives_on(tmp_path: Path) -> None:
-    stacks = tmp_path / "alive" / "server.stacks"
-    with child(HUNG, str(stacks)) as process:
-        says(process, "ready")
-        process.send_signal(STACKS_SIGNAL)
-        until(lambda: "in <module>" in stacks.read_text())
-        assert "in waits_for_ever" in stacks.read_text()
-        assert process.poll() is None
-        assert stacks.stat().st_mode & 0o777 == 0o600
-        assert stacks.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_stop_that_python_dropped_in_a_finaliser_comes_again() -> None:

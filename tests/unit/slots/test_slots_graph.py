@@ -145,12 +145,6 @@ def test_tasks_share_a_place_up_to_its_bytes_and_the_fullest_one_is_filled_first
     assert packing.idle() == 2
 
 
-def test_several_gpus_are_one_place() -> None:
-    packing = Packing([Place(name="gpu0", gpus=("0",)), Place(name="gpu1", gpus=("1",))])
-    place = packing.take("a", Need(gpus=2))
-    assert place is not None and place.gpus == ("0", "1")
-
-
 def test_what_no_place_can_take_is_refused_at_the_start(simulated: Simulated) -> None:
     places = [Place(name="x", bytes=4 * 10**9)]
     with pytest.raises(UsageError, match=r"big needs 5\.0 GB, and the largest place has 4\.0 GB"):

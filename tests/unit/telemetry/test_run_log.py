@@ -245,16 +245,6 @@ def test_each_optimizer_step_has_one_line_whether_the_trainer_logs_it_or_not(
     log.close()
 
 
-def test_a_long_way_to_go_is_told_in_minutes(tmp_path: Path, messages: list[str], clock: Clock) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
-    log.training_begins(601)
-    log.logged(1, step_logs())
-    clock.now += 1.0
-    log.logged(2, step_logs())
-    assert messages[-1].startswith("step 2/601 ETA 10 min  reward")
-    log.close()
-
-
 def test_the_summary_quotes_the_first_and_the_last_and_only_what_there_is(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "metrics.jsonl")
     assert log.quotes() == {}
