@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
-from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.records import Job, RolloutGroup
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
 from async_grpo.training.schedule import Schedule
-
-RUN = "run-1"
+from kit.groups import RUN, make_group
 
 
 class Counts(NamedTuple):
@@ -138,32 +135,6 @@ class FakeQueue:
 
 def _nobody_works() -> None:
     raise AssertionError("the source waits for groups, and this test has no worker that could finish one")
-
-
-def make_group(job: Job, version: int, **changes: Any) -> RolloutGroup:
-    count = job.num_generations
-    fields: dict[str, Any] = {
-        "job": job,
-        "attempt": 0,
-        "worker": "dev1",
-        "policy_version": version,
-        "reward_names": ("right",),
-        "prompt_ids": np.zeros(1, np.int32),
-        "completion_lengths": np.ones(count, np.int32),
-        "completion_ids": np.zeros(count, np.int32),
-        "sampling_logprobs": np.zeros(count, np.float32),
-        "tool_mask": None,
-        "rewards": np.zeros((count, 1), np.float32),
-        "completions": ["x"] * count,
-        "timings": Timings(),
-    }
-    return RolloutGroup(**{**fields, **changes})
-
-
-def make_job(seq: int, num_generations: int = 2) -> Job:
-    return Job(
-        run_id=RUN, seq=seq, row={"n": seq}, num_generations=num_generations, seed=seq, born_version=0, min_version=0
-    )
 
 
 def schedule(B: int = 2, K: int = 4, per_round: int = 1, per_version: int = 1, G: int = 16) -> Schedule:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from async_grpo.archive.audit import Audit, audit
@@ -19,9 +18,9 @@ from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.queue.codec import encode_group, encode_job
 from async_grpo.queue.filesystem import OsFiles
-from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
 from kit.archived_run import RUN, ArchivedRun
+from kit.groups import make_group, make_job
 from kit.plans import planned
 
 
@@ -40,25 +39,14 @@ class FakeRun(ArchivedRun):
             self.group(seq, version)
 
     def group(self, seq: int, version: int = 0, *, folder: str = "done", attempt: int = 0, worker: int = 1) -> Path:
-        group = RolloutGroup(
-            job=_job(seq),
-            attempt=attempt,
-            worker=f"dev{worker}",
-            policy_version=version,
-            reward_names=("right",),
-            prompt_ids=np.array([1], np.int32),
-            completion_lengths=np.array([1, 1], np.int32),
-            completion_ids=np.array([2, 3], np.int32),
-            sampling_logprobs=np.array([-1, -1], np.float32),
-            tool_mask=None,
-            rewards=np.ones((2, 1), np.float32),
-            completions=["2", "3"],
-        )
+        group = make_group(make_job(seq, run_id=RUN), version, attempt=attempt, worker=f"dev{worker}")
         shard = self.root / folder / f"{seq // 1000:07d}" if folder == "done" else self.root / folder
         return _write(shard / f"{seq:010d}.a{attempt:02d}_complete_from_dev{worker}.safetensors", encode_group(group))
 
     def job(self, seq: int, state: str = "pending", attempt: int = 0, folder: str = "queue") -> Path:
-        return _write(self.root / folder / f"{seq:010d}.a{attempt:02d}_{state}.safetensors", encode_job(_job(seq)))
+        return _write(
+            self.root / folder / f"{seq:010d}.a{attempt:02d}_{state}.safetensors", encode_job(make_job(seq, run_id=RUN))
+        )
 
     def set_aside(self, seq: int, state: str = "failed") -> Path:
         path = self.job(seq, state, attempt=2, folder="quarantine")
@@ -349,11 +337,6 @@ def test_each_group_of_a_large_archive_is_read_at_most_once(tmp_path: Path, monk
     assert report.clean
     assert report.count("used") == 2000
     assert set(reads.values()) == {1}
-
-
-def _job(seq: int) -> Job:
-    row = {"prompt": f"{seq}+{seq}="}
-    return Job(run_id=RUN, seq=seq, row=row, num_generations=2, seed=seq, born_version=0, min_version=0)
 
 
 def _write(path: Path, data: bytes) -> Path:

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
-from test_plan import batch, facts
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor import checkup, finding, gpu, machine, setup_check
@@ -26,6 +25,7 @@ from async_grpo.cli import main
 from async_grpo.launch import host_memory
 from async_grpo.rewards.sandbox import SWITCH
 from async_grpo.rundir import folders
+from kit.trainer_facts import batch, facts
 
 GB = 1_000_000_000
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_plan import batch, facts
 
 from async_grpo.checks.doctor import setup_check
 from async_grpo.checks.doctor.finding import Level
@@ -32,6 +31,7 @@ from async_grpo.checks.plan.memory import (
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Shape, TrainerFacts
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
 from kit.plans import planned
+from kit.trainer_facts import batch, facts
 
 GB = 10**9
 GIB = 2**30

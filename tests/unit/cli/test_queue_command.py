@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,18 @@ from async_grpo.cli import main
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
+from kit.groups import make_group, make_job
 from kit.plans import planned
 
 RUN = "0123456789ab"
 Command = Callable[..., tuple[int, str, str]]
+
+
+def finished(job: Job, **changes: Any) -> RolloutGroup:
+    """Two completions, a text and a message that would steer a terminal."""
+    completions = ["it is 2", [{"role": "assistant", "content": "\x1b]0;owned\x07"}]]
+    rewards = np.array([[1, np.nan], [0, 0.5]], np.float32)
+    return make_group(job, 3, reward_names=("right", "style"), rewards=rewards, completions=completions, **changes)
 
 
 @pytest.fixture
@@ -33,10 +42,10 @@ def server(root: Path) -> Iterator[ServerQueue]:
     queue = ServerQueue.open(root, RUN, max_attempts=1, watch_workers=False)
     worker = WorkerQueue.open(root, 1, "cpu")
     for seq in range(6):
-        queue.submit(_job(seq))
+        queue.submit(make_job(seq, run_id=RUN))
     claims = {claim.job.seq: claim for claim in worker.claim(4)}
-    worker.complete(claims[0], _group(claims[0].job))
-    worker.complete(claims[1], _group(claims[1].job))
+    worker.complete(claims[0], finished(claims[0].job))
+    worker.complete(claims[1], finished(claims[1].job))
     worker.fail(claims[3], "Traceback\nValueError: no \x1b[31m reward")
     entry = queue.finished()[0]
     assert queue.take(entry) is not None
@@ -139,7 +148,7 @@ def test_requeue_gives_one_more_try_whose_result_is_used(server: ServerQueue, co
     assert not list((root / "quarantine").glob("0000000003*"))
     other = WorkerQueue.open(root, 2, "cpu")
     (claim,) = other.claim(1)
-    other.complete(claim, _group(claim.job, attempt=claim.attempt, worker="dev2"))
+    other.complete(claim, finished(claim.job, attempt=claim.attempt, worker="dev2"))
     other.close()
     taken = [server.take(entry) for entry in server.finished()]
     assert [group.job.seq for group in taken if group] == [1, 3]
@@ -184,25 +193,3 @@ def test_a_name_that_is_none_is_refused(root: Path, name: str, capsys: pytest.Ca
 def test_an_empty_queue(command: Command) -> None:
     assert command("ls")[1].endswith("0 open\n")
     assert command("quarantine") == (0, "0 set aside\n", "")
-
-
-def _job(seq: int) -> Job:
-    row = {"prompt": f"{seq}+{seq}="}
-    return Job(run_id=RUN, seq=seq, row=row, num_generations=2, seed=seq, born_version=0, min_version=0)
-
-
-def _group(job: Job, attempt: int = 0, worker: str = "dev1") -> RolloutGroup:
-    return RolloutGroup(
-        job=job,
-        attempt=attempt,
-        worker=worker,
-        policy_version=3,
-        reward_names=("right", "style"),
-        prompt_ids=np.array([1], np.int32),
-        completion_lengths=np.array([1, 1], np.int32),
-        completion_ids=np.array([2, 3], np.int32),
-        sampling_logprobs=np.array([-1, -1], np.float32),
-        tool_mask=None,
-        rewards=np.array([[1, np.nan], [0, 0.5]], np.float32),
-        completions=["it is 2", [{"role": "assistant", "content": "\x1b]0;owned\x07"}]],
-    )

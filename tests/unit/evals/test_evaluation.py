@@ -20,8 +20,8 @@ from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem, say
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import DIVERGENCE, Job, RolloutGroup
 from async_grpo.settings import TrainingSettings
+from kit.groups import RUN, make_group, make_job
 
-RUN = "run-1"
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 
@@ -66,20 +66,9 @@ def begin(
 
 
 def answer(claim: Claim, *, version: int, rewards: list[float]) -> RolloutGroup:
-    count = len(rewards)
-    return RolloutGroup(
-        job=claim.job,
-        attempt=claim.attempt,
-        worker="dev1",
-        policy_version=version,
-        reward_names=("right",),
-        prompt_ids=np.array([1], np.int32),
-        completion_lengths=np.full(count, 1, np.int32),
-        completion_ids=np.full(count, 2, np.int32),
-        sampling_logprobs=np.full(count, -0.5, np.float32),
-        rewards=np.array([[reward] for reward in rewards], np.float32),
-        completions=[f"answer {index}" for index in range(count)],
-    )
+    given = np.array([[reward] for reward in rewards], np.float32)
+    texts = [f"answer {index}" for index in range(len(rewards))]
+    return make_group(claim.job, version, attempt=claim.attempt, rewards=given, completions=texts)
 
 
 def serve(worker: WorkerQueue, *, version: int = 7, rewards: dict[str, list[float]] | None = None) -> int:
@@ -147,7 +136,7 @@ def test_rows_with_a_data_source_are_summed_up_by_it_as_well(server: ServerQueue
 
 def test_the_trainer_never_gets_a_group_of_an_evaluation(server: ServerQueue, worker: WorkerQueue) -> None:
     evaluation = begin(server)
-    server.submit(Job(run_id=RUN, seq=0, row={"prompt": "x"}, num_generations=2, seed=0, born_version=0, min_version=0))
+    server.submit(make_job(0))
     evaluation.look()
     serve(worker)
     assert [name.seq for name in server.finished()] == [0]
@@ -342,9 +331,7 @@ def test_an_evaluation_says_that_the_disk_is_full(
 
 def test_evaluations_and_training_have_archives_of_the_same_size(server: ServerQueue, worker: WorkerQueue) -> None:
     for seq in range(3):
-        server.submit(
-            Job(run_id=RUN, seq=seq, row={"prompt": "x"}, num_generations=2, seed=0, born_version=0, min_version=0)
-        )
+        server.submit(make_job(seq))
     serve(worker)
     for name in server.finished():
         server.take(name)

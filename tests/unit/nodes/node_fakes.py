@@ -6,36 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from async_grpo.nodes.node import SentJob
 from async_grpo.queue.codec import decode_job, encode_group
 from async_grpo.records import Job, RolloutGroup
-
-RUN = "run-1"
-
-
-def a_job(seq: int, purpose: Any = "train") -> Job:
-    row = {"prompt": f"{seq}+{seq}="}
-    return Job(
-        run_id=RUN, seq=seq, row=row, num_generations=2, seed=seq, born_version=0, min_version=0, purpose=purpose
-    )
-
-
-def a_group(job: Job, *, attempt: int = 0, worker: str = "dev1") -> RolloutGroup:
-    return RolloutGroup(
-        job=job,
-        attempt=attempt,
-        worker=worker,
-        policy_version=0,
-        reward_names=("right",),
-        prompt_ids=np.array([1, 2], np.int32),
-        completion_lengths=np.array([1, 1], np.int32),
-        completion_ids=np.array([3, 4], np.int32),
-        sampling_logprobs=np.array([-0.5, -0.25], np.float32),
-        rewards=np.array([[1.0], [0.0]], np.float32),
-        completions=["a", "b"],
-    )
 
 
 class FakeVersions:

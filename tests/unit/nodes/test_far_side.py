@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from node_fakes import RUN, a_group, a_job
 
 from async_grpo.launch.supervisor import Child
 from async_grpo.nodes import leftovers
@@ -35,6 +34,7 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, Activity
+from kit.groups import RUN, make_group, make_job
 
 
 class FakeWeights:
@@ -91,7 +91,7 @@ def here(order: dict[str, Any]) -> Iterator[_RunHere]:
 
 
 def sent(seq: int, *, version: int = 0, attempt: int = 0) -> SentJob:
-    return SentJob(version, attempt, encode_job(a_job(seq)))
+    return SentJob(version, attempt, encode_job(make_job(seq)))
 
 
 def told(node: _RunHere, enough: Callable[[Exchanged], object]) -> Exchanged:
@@ -147,7 +147,7 @@ def test_a_group_and_a_failure_are_told_and_the_attempt_is_that_of_the_server(he
             if claim.job.seq == 1:
                 worker.fail(claim, "ValueError: poison")
             else:
-                worker.complete(claim, a_group(claim.job, attempt=claim.attempt))
+                worker.complete(claim, make_group(claim.job, attempt=claim.attempt))
         groups: dict[int, bytes] = {}
         failures: dict[int, str] = {}
 
@@ -157,7 +157,7 @@ def test_a_group_and_a_failure_are_told_and_the_attempt_is_that_of_the_server(he
             return len(groups) == 1 and len(failures) == 1
 
         told(here, both)
-    assert decode_group(groups[2]).job == a_job(2)
+    assert decode_group(groups[2]).job == make_job(2)
     assert "ValueError: poison" in failures[1]
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from node_fakes import RUN, FakeFarNode, FakeVersions, a_group, a_job
+from node_fakes import FakeFarNode, FakeVersions
 
 from async_grpo.errors import PeerDiedError, UsageError
 from async_grpo.nodes import gate as gates
@@ -23,6 +23,7 @@ from async_grpo.rundir.paths import FINISHED, RUNNING, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import CPU, LaunchSettings, TrainingSettings
 from async_grpo.telemetry.nodes_file import NodeRecord, NodesRecord, all_gone, read_nodes, write_nodes
+from kit.groups import RUN, make_group, make_job
 from kit.waiting import until
 
 VERSIONS = {"torch": "2.13.0", "vllm": ""}
@@ -34,7 +35,7 @@ class FakeActor(FakeFarNode):
     """A node that begins at once, or says why it cannot."""
 
     def __init__(self, why: str = "", facts: dict[str, Any] = FACTS) -> None:
-        super().__init__(lambda sent, job: a_group(job))
+        super().__init__(lambda sent, job: make_group(job))
         self._why, self._facts = why, facts
 
     def facts(self) -> Future[dict[str, Any]]:
@@ -124,7 +125,7 @@ def test_nodes_join_are_lost_and_join_again(run: RunDir, server: ServerQueue) ->
     dying.death = RuntimeError("The actor died unexpectedly.\nmore")
     until(lambda: cluster.started.count("gpu2") == 2, "the lost one again")
     assert dying.killed
-    server.submit(a_job(1))
+    server.submit(make_job(1))
     until(server.finished, "a group")
     run.update_state(state=FINISHED)
     thread.join(30)

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from node_fakes import RUN, FakeFarNode, FakeVersions, a_group, a_job
+from node_fakes import FakeFarNode, FakeVersions
 
 from async_grpo.errors import PeerDiedError
 from async_grpo.nodes import seat as seats
@@ -28,6 +28,7 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import Activity
 from async_grpo.telemetry.nodes_file import NodeRecord
+from kit.groups import RUN, make_group, make_job
 from kit.waiting import until
 
 
@@ -38,7 +39,7 @@ def server(tmp_path: Path) -> Iterator[ServerQueue]:
 
 
 def answered(sent: SentJob, job: Job) -> RolloutGroup:
-    return a_group(job)
+    return make_group(job)
 
 
 def a_seat(
@@ -88,7 +89,7 @@ def states(root: Path) -> list[str]:
 
 def test_what_a_node_makes_arrives_with_its_name(server: ServerQueue) -> None:
     for seq in range(6):
-        server.submit(a_job(seq))
+        server.submit(make_job(seq))
     with served(server.root, FakeFarNode(answered)):
         until(lambda: len(server.finished()) == 6, "six groups")
     groups = [server.take(name) for name in server.finished()]
@@ -104,7 +105,7 @@ def test_a_silent_node_gives_its_jobs_back_with_the_same_attempt(
     for round_ in range(4):  # more often than a job may fail
         with served(server.root, node) as ended:
             if not round_:
-                server.submit(a_job(1))
+                server.submit(make_job(1))
             until(lambda: states(server.root) == ["01.a00_processing_by_dev8"], "the claim")
             node.is_silent = True
             until(lambda: ended, "the silence to be noticed")
@@ -114,9 +115,9 @@ def test_a_silent_node_gives_its_jobs_back_with_the_same_attempt(
 
 
 def test_a_failure_that_the_node_reports_counts(server: ServerQueue) -> None:
-    server.submit(a_job(1))
-    server.submit(a_job(2))
-    node = FakeFarNode(lambda sent, job: "ValueError: no answer" if job.seq == 1 else a_group(job))
+    server.submit(make_job(1))
+    server.submit(make_job(2))
+    node = FakeFarNode(lambda sent, job: "ValueError: no answer" if job.seq == 1 else make_group(job))
     with served(server.root, node):
         until(lambda: server.finished() and 1 in server.given_up, "the poison to be given up")
     assert [sent.attempt for sent in node.sent if decode_job(sent.data).seq == 1] == [0, 1, 2]
@@ -125,7 +126,7 @@ def test_a_failure_that_the_node_reports_counts(server: ServerQueue) -> None:
 
 
 def test_a_job_carries_the_newest_version_of_its_claim(server: ServerQueue) -> None:
-    server.submit(a_job(1))
+    server.submit(make_job(1))
     node, versions = FakeFarNode(answered), FakeVersions(7)
     node.version = 5
     with served(server.root, node, versions):
@@ -134,8 +135,8 @@ def test_a_job_carries_the_newest_version_of_its_claim(server: ServerQueue) -> N
 
 
 def test_an_evaluation_is_for_a_node_that_has_its_version(server: ServerQueue) -> None:
-    server.submit(a_job(1))
-    server.submit(a_job(NOT_TRAINED_ON, "eval"))
+    server.submit(make_job(1))
+    server.submit(make_job(NOT_TRAINED_ON, purpose="eval"))
     node, versions = FakeFarNode(answered), FakeVersions(7)
     node.version = 6
     with served(server.root, node, versions):
@@ -147,7 +148,7 @@ def test_an_evaluation_is_for_a_node_that_has_its_version(server: ServerQueue) -
 
 def test_a_node_takes_its_share_and_no_more(server: ServerQueue) -> None:
     for seq in range(9):
-        server.submit(a_job(seq))
+        server.submit(make_job(seq))
     node = FakeFarNode(lambda sent, job: None)
     with closing(WorkerQueue.open(server.root, 1, "cpu")) as local, served(server.root, node):
         until(lambda: len(node.sent) == 6, "two thirds, for two of three workers")
@@ -159,7 +160,7 @@ def test_a_node_takes_its_share_and_no_more(server: ServerQueue) -> None:
 
 
 def test_a_node_without_workers_or_weights_claims_nothing(server: ServerQueue) -> None:
-    server.submit(a_job(1))
+    server.submit(make_job(1))
     node = FakeFarNode(answered, workers=0)
     with served(server.root, node):
         until(lambda: node.version is not None, "nothing")
@@ -194,7 +195,7 @@ def test_weights_that_have_not_arrived_are_put_and_sent_again_with_more_patience
 
 def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
     node = FakeFarNode(answered)
-    server.submit(a_job(1))
+    server.submit(make_job(1))
 
     def fail(*_: object) -> None:
         raise RuntimeError("The actor died unexpectedly.\nlong explanation")
@@ -249,7 +250,7 @@ time.sleep(600)
 def test_the_death_of_a_gate_is_no_attempt_and_that_of_a_worker_is_one(
     server: ServerQueue, far_workers: int, after: str
 ) -> None:
-    server.submit(a_job(1))
+    server.submit(make_job(1))
     env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
     command = [sys.executable, "-c", HOLDER, str(server.root), str(far_workers)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as holder:
@@ -262,7 +263,7 @@ def test_the_death_of_a_gate_is_no_attempt_and_that_of_a_worker_is_one(
 def test_what_a_dead_gate_left_is_taken_over_without_an_attempt(tmp_path: Path) -> None:
     """The next gate may be faster than the server."""
     with closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as server:
-        server.submit(a_job(1))
+        server.submit(make_job(1))
         env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
         with subprocess.Popen(
             [sys.executable, "-c", HOLDER, str(server.root), "2"], env=env, stdout=subprocess.PIPE

@@ -26,6 +26,7 @@ from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.run_plan import SampledRows
 from async_grpo.training import prompts
+from kit.groups import make_group
 from kit.plans import planned
 
 PROBLEMS = [{"prompt": f"{n}+{n}=", "task": "sums"} for n in range(4)]
@@ -37,18 +38,13 @@ def answer(claim: Claim) -> RolloutGroup:
     job, size = claim.job, claim.job.num_generations
     completions = [[*job.prefix_ids, int(job.row["prompt"][0]), index] for index in range(size)]
     tokens = [token for ids in completions for token in ids]
-    return RolloutGroup(
-        job=job,
+    return make_group(
+        job,
         attempt=claim.attempt,
-        worker="dev1",
-        policy_version=0,
-        reward_names=("right",),
-        prompt_ids=np.array([7], np.int32),
         completion_lengths=np.array([len(ids) for ids in completions], np.int32),
         completion_ids=np.array(tokens, np.int32),
         sampling_logprobs=np.full(len(tokens), -0.5, np.float32),
         rewards=np.array([[index] for index in range(size)], np.float32),
-        completions=["x"] * size,
     )
 
 
@@ -114,7 +110,7 @@ def test_without_a_plan_each_problem_has_the_same_number_of_rows_in_the_order_of
     assert [(row["problem"], row["sample"], row["reward"]) for row in rows] == [
         (n, index, float(index)) for n in range(4) for index in range(2)
     ]
-    assert rows[3]["completion_ids"] == [1, 1] and rows[3]["prompt_ids"] == [7]
+    assert rows[3]["completion_ids"] == [1, 1] and rows[3]["prompt_ids"] == [1]
     shown = select(FinishedGroups(stage.root), limit=None).rollouts
     assert len(shown) == len(rows), "`rollouts` reads the run as any other"
     assert {job.purpose for job in stage.asked} == {"generate"} and {job.task for job in stage.asked} == {"sums"}

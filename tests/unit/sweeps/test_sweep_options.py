@@ -15,6 +15,7 @@ from async_grpo.settings import TrainingSettings, WorkerSettings
 from async_grpo_experiments.sweeps import commands, plan, preflight
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, wandb_is_offline
+from kit.trainer_facts import facts
 
 SETUP = "def get_trainer(): ...\n"
 
@@ -116,65 +117,38 @@ def test_a_sweep_is_found_from_anywhere_by_its_folder_or_by_the_one_above(
         plan.find(Path("outputs"))
 
 
-def facts(**changes: object) -> TrainerFacts:
+def small(**changes: object) -> TrainerFacts:
+    """A trainer of 1000 numbers, which saves four checkpoints."""
     parameters = Parameters(count=1000, trained=1000, nbytes=4000, trained_bytes=4000, dtypes={})
-    values: dict[str, object] = {
-        "trainer": "",
-        "model": "",
-        "model_name": "",
-        "reference_bytes": 0,
-        "slots": 3,
-        "precision": "fp32",
-        "optimizer": "adamw",
-        "learning_rate": 1e-5,
-        "loss_type": "dapo",
-        "beta": 0.0,
-        "temperature": 1.0,
-        "use_vllm": False,
-        "max_steps": 100,
-        "epochs": 1.0,
-        "dataset_rows": 1,
-        "rewards": [],
-        "padding_token": "",
-        "end_token": "",
-        "max_completion_length": 1,
-        "context_length": 1,
-        "seed": 0,
-        "longest_prompt": 1,
-        "prompts_measured": 1,
-        "output_dir": "",
-        "save_strategy": "steps",
-        "save_steps": 25,
-    }
-    return TrainerFacts(**{**values, "parameters": parameters, "batch": None, **changes})  # type: ignore[arg-type]
+    return facts(**{"parameters": parameters, "save_steps": 25, **changes})
 
 
 def test_the_disk_that_the_checkpoints_need_is_looked_at_first(setup: Path) -> None:
     each = 4000 + 8000
-    assert preflight.needed_bytes(facts()) - preflight.LOGS_BYTES == 4 * each
-    assert preflight.needed_bytes(facts(save_total_limit=1)) - preflight.LOGS_BYTES == 2 * each
-    assert preflight.needed_bytes(facts(save_strategy="no")) == preflight.LOGS_BYTES
+    assert preflight.needed_bytes(small()) - preflight.LOGS_BYTES == 4 * each
+    assert preflight.needed_bytes(small(save_total_limit=1)) - preflight.LOGS_BYTES == 2 * each
+    assert preflight.needed_bytes(small(save_strategy="no")) == preflight.LOGS_BYTES
     huge = Parameters(count=10**15, trained=10**15, nbytes=2 * 10**15, trained_bytes=2 * 10**15, dtypes={})
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine")
     with pytest.raises(UsageError, match=r"2 runs need about .* GB in .*save_total_limit"):
-        preflight._check_disk(sweep, facts(parameters=huge))
+        preflight._check_disk(sweep, small(parameters=huge))
 
 
 def test_the_disk_that_kept_versions_need_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert preflight.kept_bytes(facts(), TrainingSettings()) == 0
-    assert preflight.kept_bytes(facts(), TrainingSettings(delta_every=1)) == pytest.approx(4000 * (2 + 0.7 * 99), abs=1)
+    assert preflight.kept_bytes(small(), TrainingSettings()) == 0
+    assert preflight.kept_bytes(small(), TrainingSettings(delta_every=1)) == pytest.approx(4000 * (2 + 0.7 * 99), abs=1)
     bf16 = TrainingSettings(delta_every=10, publish_dtype="bf16")
-    assert preflight.kept_bytes(facts(), bf16) == pytest.approx(2000 * (1 + 0.2 * 10), abs=1)
+    assert preflight.kept_bytes(small(), bf16) == pytest.approx(2000 * (1 + 0.2 * 10), abs=1)
     monkeypatch.setattr(preflight, "FULL_EVERY", 5)
     few = TrainingSettings(delta_every=1, delta_keep=5)
-    assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (3 + 0.7 * 12), abs=1)
+    assert preflight.kept_bytes(small(), few) == pytest.approx(4000 * (3 + 0.7 * 12), abs=1)
 
 
 def test_a_generator_of_the_command_line_is_what_the_setup_file_is_judged_by(
     setup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Question] = []
-    monkeypatch.setattr(preflight, "look_at_trainer", lambda question: asked.append(question) or Look(facts=facts()))
+    monkeypatch.setattr(preflight, "look_at_trainer", lambda question: asked.append(question) or Look(facts=small()))
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", work=WorkerSettings(generator="vllm-server"))
     preflight._facts(sweep, preflight.core_places(1, [0])[0])
     assert [question.plan.work.generator for question in asked] == ["vllm-server"]
@@ -197,19 +171,19 @@ SERVED = {"use_vllm": True, "vllm_server": True}
 
 @pytest.mark.usefixtures("gpus")
 def test_plain_trl_has_one_gpu_a_run_and_with_a_server_two() -> None:
-    assert trl_places(facts()) == [("0",), ("1",), ("2",)]
-    assert trl_places(facts(**SERVED)) == [("0", "1"), ("2", "3")]
-    assert trl_places(facts(**SERVED), gpus_per_run=3) == [("0", "1", "2")]
+    assert trl_places(small()) == [("0",), ("1",), ("2",)]
+    assert trl_places(small(**SERVED)) == [("0", "1"), ("2", "3")]
+    assert trl_places(small(**SERVED), gpus_per_run=3) == [("0", "1", "2")]
     with pytest.raises(UsageError, match=r"--gpus-per-run 2: plain TRL \(--mode trl\) trains each run in one"):
-        trl_places(facts(), gpus_per_run=2)
+        trl_places(small(), gpus_per_run=2)
     with pytest.raises(UsageError, match="wants a GPU for the trainer and others for the server: --gpus-per-run 2"):
-        trl_places(facts(**SERVED), gpus_per_run=1)
+        trl_places(small(**SERVED), gpus_per_run=1)
 
 
 def test_plain_trl_with_a_server_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 0)
     with pytest.raises(UsageError, match="TRL sends it weights with NCCL"):
-        trl_places(facts(**SERVED))
+        trl_places(small(**SERVED))
 
 
 @pytest.mark.usefixtures("gpus")
@@ -235,9 +209,9 @@ def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setu
 def test_one_vllm_server_is_not_shared_by_several_runs(setup: Path, mode: str, found: dict[str, object]) -> None:
     several = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode=mode)
     with pytest.raises(UsageError, match="2 runs cannot share it"):
-        preflight._refuse_shared_server(several, facts(**found))
-    preflight._refuse_shared_server(several, facts(use_vllm=True))
-    preflight._refuse_shared_server(Sweep(setup=str(setup), seeds=(1,), name="mine", mode=mode), facts(**found))
+        preflight._refuse_shared_server(several, small(**found))
+    preflight._refuse_shared_server(several, small(use_vllm=True))
+    preflight._refuse_shared_server(Sweep(setup=str(setup), seeds=(1,), name="mine", mode=mode), small(**found))
 
 
 def test_wandb_without_a_key_is_offline(tmp_path: Path) -> None:

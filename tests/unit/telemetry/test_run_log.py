@@ -18,7 +18,7 @@ from async_grpo.telemetry.run_log import LEGEND, REPLAY_LINE, RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
 from async_grpo.training.reporting import LogCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
-from kit.training_fakes import make_group, make_job
+from kit.groups import make_group, make_job
 
 
 class Clock:

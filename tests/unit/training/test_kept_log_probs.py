@@ -17,7 +17,7 @@ from async_grpo.tokens.kept_tokens import pack
 from async_grpo.training.corrections import kept_log_probs
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES, OverKeptTokens, Sets, columns, rows_of
 from async_grpo.training.corrections.trl_loss import CorrectedLoss
-from kit.training_fakes import make_group, make_job
+from kit.groups import make_group, make_job
 
 VOCABULARY, HIDDEN = 23, 6
 
