@@ -169,15 +169,6 @@ def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
 
 
-def test_what_a_reward_imports_takes_no_more_of_the_gpu_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
-    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "XLA_PYTHON_CLIENT_PREALLOCATE"):
-        monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
-    options.become_role(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
-    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-
-
 @pytest.mark.parametrize(
     ("installed", "device", "generator", "expected"),
     [
@@ -218,5 +209,7 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
     assert chosen == [worker]
     for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
     real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
     assert os.environ["FAST_INFERENCE"] == "0"
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "what a reward imports takes no more than it needs"

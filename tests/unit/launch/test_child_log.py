@@ -32,20 +32,6 @@ def test_our_lines_are_shown_once_with_the_child_s_name_and_library_noise_is_not
     assert tail.new_lines() == []
 
 
-def test_a_line_is_shown_when_it_is_whole(log: Path) -> None:
-    tail = LogTail(log, "w")
-    append(log, f"{LINE}snow".encode() + "☃".encode()[:1])
-    assert tail.new_lines() == []
-    append(log, "☃".encode()[1:] + b"man\n")
-    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}snow☃man"]
-
-
-def test_bytes_that_are_no_text_do_not_break_it(log: Path) -> None:
-    tail = LogTail(log, "w")
-    append(log, LINE.encode() + b"\xff\xfe\n")
-    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}��"]
-
-
 def test_what_an_earlier_run_wrote_is_not_shown(log: Path) -> None:
     append(log, f"{LINE}old\nerror: old\n")
     tail = LogTail(log, "w")

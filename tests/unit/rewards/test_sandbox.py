@@ -14,7 +14,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run, run_code
+from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, run, run_code
 from kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,13 +90,6 @@ def test_an_endless_loop_ends() -> None:
     result = run_code("while True: pass", limits=SHORT)
     assert (result.outcome, result.exit_code) in [("exited", 128 + signal.SIGKILL), ("timed out", -1)]
     assert result.wall_s < 5
-
-
-@isolated
-def test_an_endless_sleep_ends() -> None:
-    result = run_code("import time; time.sleep(100)", limits=Limits(wall_s=0.5))
-    assert (result.outcome, result.exit_code, result.ok) == ("timed out", -1, False)
-    assert result.wall_s < 100
 
 
 @isolated
@@ -339,8 +332,3 @@ def _processes_in_sandboxes() -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def test_results_tell_whether_all_is_well() -> None:
-    assert SandboxResult(outcome="exited", exit_code=0, stdout="", stderr="", wall_s=0.1).ok
-    assert not SandboxResult(outcome="timed out", exit_code=0, stdout="", stderr="", wall_s=0.1).ok

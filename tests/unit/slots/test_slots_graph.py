@@ -153,17 +153,19 @@ def test_what_no_place_can_take_is_refused_at_the_start(simulated: Simulated) ->
         simulated.run([simulated.task("two", need=Need(gpus=2))], places)
 
 
-def test_a_large_task_is_overtaken_a_few_times_only(simulated: Simulated) -> None:
-    small = [simulated.task(f"s{n}", 1.0 + n / 100, need=Need(bytes=4)) for n in range(40)]
-    large = simulated.task("large", need=Need(bytes=10))
-    order = simulated.run([*small[:2], large, *small[2:]], [Place(name="x", bytes=10)])
-    assert order.index("large") == 2 + PATIENCE
-
-
-def test_a_task_that_needs_several_gpus_is_overtaken_a_few_times_only(simulated: Simulated) -> None:
-    small = [simulated.task(f"s{n}", 1.0 + n / 100) for n in range(40)]
-    large = simulated.task("large", need=Need(gpus=2))
-    order = simulated.run([*small[:2], large, *small[2:]], [Place(name="x"), Place(name="y")])
+@pytest.mark.parametrize(
+    ("each", "most", "places"),
+    [
+        (Need(bytes=4), Need(bytes=10), [Place(name="x", bytes=10)]),
+        (Need(), Need(gpus=2), [Place(name="x"), Place(name="y")]),
+    ],
+)
+def test_a_large_task_is_overtaken_a_few_times_only(
+    simulated: Simulated, each: Need, most: Need, places: list[Place]
+) -> None:
+    small = [simulated.task(f"s{n}", 1.0 + n / 100, need=each) for n in range(40)]
+    large = simulated.task("large", need=most)
+    order = simulated.run([*small[:2], large, *small[2:]], places)
     assert order.index("large") == 2 + PATIENCE
 
 

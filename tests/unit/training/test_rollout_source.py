@@ -43,14 +43,6 @@ def test_jobs_carry_the_row_the_seed_and_the_version_that_they_need() -> None:
     assert (bench.queue.jobs[4].born_version, bench.queue.jobs[4].min_version) == (1, 1)  # for round 2, one version old
 
 
-def test_two_rounds_are_under_way_from_the_start() -> None:
-    bench = Bench(schedule(B=3, K=4))
-    bench.source.advance(0)
-    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5]
-    bench.source.advance(0)
-    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5]
-
-
 def test_without_staleness_one_batch_is_under_way_and_the_next_is_issued_after_the_step() -> None:
     bench = Bench(schedule(B=2, K=0))
     bench.source.advance(0)
@@ -75,13 +67,6 @@ def test_a_trainer_that_takes_several_batches_for_one_step_gets_them(K: int) -> 
             batch = bench.source.take(version)
             assert all(group.policy_version >= version - K for group in batch)
         bench.step_done(version + 1)
-
-
-def test_the_oldest_finished_groups_make_the_batch() -> None:
-    bench = Bench(schedule(B=2, K=4))
-    bench.source.advance(0)
-    bench.queue.finish(3, 2, 0, version=0)
-    assert seqs(bench.source.take(0)) == [0, 2]
 
 
 def test_the_log_of_decisions_says_why_a_batch_is_not_complete(decisions: list[str]) -> None:
@@ -282,13 +267,6 @@ def test_finishing_what_is_open_leaves_it_for_the_next_batch() -> None:
     waits = bench.queue.waits
     assert seqs(bench.source.take(0)) == [0, 1]
     assert bench.queue.waits == waits
-
-
-def test_a_stop_ends_the_wait_for_what_is_open_without_an_error() -> None:
-    bench = Bench(schedule(B=2, K=4))
-    bench.source.advance(0)
-    bench.queue.on_wait = lambda: setattr(bench, "stopping", True)
-    assert not bench.source.finish_open(0), "so that the trainer logs the step and saves its checkpoint"
 
 
 def test_after_a_stop_what_is_open_is_finished_while_there_is_time_and_a_worker() -> None:

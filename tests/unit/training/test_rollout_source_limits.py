@@ -99,17 +99,6 @@ def test_a_stop_ends_the_wait_for_an_evaluation() -> None:
     assert not bench.source.finish_evaluation(0)
 
 
-def test_what_no_step_would_use_is_not_issued() -> None:
-    bench = Bench(schedule(B=2, K=4))
-    bench.source.ends_at = 3
-    for version in range(3):
-        bench.source.advance(version)
-        bench.queue.finish(*bench.queue.unclaimed(), version=version)
-        assert len(bench.source.take(version)) == 2
-        bench.step_done(version + 1)
-    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5]
-
-
 def test_a_group_that_fails_for_good_at_the_end_is_replaced() -> None:
     bench = Bench(schedule(B=2, K=0))
     bench.source.ends_at = 1
