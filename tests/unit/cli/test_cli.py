@@ -41,7 +41,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     for name in "audit", "status", "rollouts":
         assert main([name, sys.argv[1]]) == 0
 import async_grpo.checks.doctor.checkup, async_grpo.checks.bug_report.dump, async_grpo.reports.board
-import async_grpo_experiments.runner.experiment, async_grpo_ipc.report
+import async_grpo_experiments.runner.experiment, async_grpo_ipc.__main__, async_grpo_ipc.report
 print("imported:", sorted({HEAVY - {"numpy", "rich"}} & sys.modules.keys()))
 """
 

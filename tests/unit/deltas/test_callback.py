@@ -62,3 +62,14 @@ def test_an_encoder_that_fails_is_not_waited_for(tmp_path: Path, monkeypatch: py
     training.join(60)
     assert not training.is_alive()
     assert run.its_encoder.has_failed
+
+
+def test_a_slow_encoder_costs_the_last_version_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    run = Slow(tmp_path / "deltas", monkeypatch)
+    monkeypatch.setattr(encoder_module, "ENDING_S", 0.1)
+    run.ends()
+    assert any(f"version {run.state.global_step} may be missing" in line for line in warnings)
+    run.go.set()
+    run.its_encoder.thread.join(60)

@@ -14,7 +14,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, run, run_code
+from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run, run_code
 from kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -332,3 +332,8 @@ def _processes_in_sandboxes() -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def test_results_tell_whether_all_is_well() -> None:
+    assert SandboxResult(outcome="exited", exit_code=0, stdout="", stderr="", wall_s=0.1).ok
+    assert not SandboxResult(outcome="timed out", exit_code=0, stdout="", stderr="", wall_s=0.1).ok
