@@ -29,7 +29,7 @@ def commands(folder: str) -> list[list[str]]:
     return [line.replace("examples/", f"{EXAMPLES}/").split() for line in block[1].splitlines()]
 
 
-@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset", "images", "tasks"])
+@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset", "images", "lora", "tasks"])
 def test_the_setup_file_of_its_command_trains_with_the_rollouts_of_a_worker(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,16 +58,6 @@ def test_images_train_distributed_and_are_replayed(tmp_path: Path) -> None:
     with command("replay", "worker", cwd=tmp_path) as replay:
         assert replay.wait() == 0, replay.output
     assert "equal to" in replay.output
-
-
-def test_lora_trains_distributed(tmp_path: Path) -> None:
-    (line,) = commands("lora")
-    assert line.pop(0) == "async-grpo"
-    line[line.index("-n") + 1] = "1"
-    with command(*line, "--steps", "2", cwd=tmp_path) as run:
-        assert run.wait() == 0, run.output
-    assert steps_logged(tmp_path / "worker") == [1, 2]
-    assert read(tmp_path / "worker" / "summary.json")["jobs_quarantined"] == 0
 
 
 def test_several_types_of_workers_serve_one_run(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def trainer(tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a deterministic run of 23 steps with one worker, which nothing disturbed."""
+    """The folder of a deterministic run of 14 steps with one worker, which nothing disturbed."""
     from kit.runs import IN_MID_BATCH
 
-    return once("undisturbed", tmp_path_factory, "--steps", "23", TEST_GRPO=json.dumps(IN_MID_BATCH))
+    return once("undisturbed", tmp_path_factory, "--steps", "14", TEST_GRPO=json.dumps(IN_MID_BATCH))
 
 
 @pytest.fixture(scope="session")

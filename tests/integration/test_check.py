@@ -51,6 +51,7 @@ def test_the_demo_trains_as_in_plain_trl_and_writes_nothing(tmp_path: Path) -> N
     assert left == ["lines.json"], "the user's output_dir is not written to"
 
 
+@pytest.mark.slow
 def test_padding_that_was_not_computed_is_a_documented_difference(tmp_path: Path) -> None:
     grpo = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     found, output = check(tmp_path, SETUP.parent / "random_model.py", code=0, TEST_GRPO=json.dumps(grpo))

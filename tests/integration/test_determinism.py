@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from async_grpo.roles.replay import checkpoint_digest
-from kit.runs import DEADLINE_S, IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
+from kit.runs import DEADLINE_S, IN_MID_BATCH, SETUP, command, finish, read, steps_logged, weights_of_a_replay
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +30,7 @@ def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> No
     arguments = ("train", str(SETUP), "--deterministic", *options)
     with command(*arguments, cwd=folder, TEST_REWARD_S="0.1", **env) as run:
         run.wait_until(lambda: len(steps_logged(folder / "worker")) >= step, f"step {step}")
-        server_of(run).kill()
+        run.server().kill()
         assert run.wait() != 0, run.output
 
 
@@ -46,33 +46,20 @@ def undisturbed_and_empty(folder: Path) -> tuple[Path, Path]:
     return one, stopped
 
 
-def server_of(run: Command) -> psutil.Process:
-    return next(child for child in run.children() if "server" in child.cmdline())
-
-
-def weights_after_a_replay(folder: Path, **env: str) -> str:
-    """What `replay` makes of the record, after `audit` found nothing wrong with it."""
-    for check in (("audit", "worker"), ("replay", "worker", "-d", "cpu")):
-        with command(*check, cwd=folder, **env) as run:
-            assert run.wait() == 0, run.output
-    assert "equal to" in run.output
-    return run.output.partition("SHA-256 ")[2].split()[0]
-
-
 def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a_replay(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     """The server is killed after a checkpoint in the middle of a generation batch, and continues from there."""
-    expected = weights_of(undisturbed, 23)
+    expected = weights_of(undisturbed, 14)
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
-    steps = ("--steps", "23")
-    kill_the_server_at(9, tmp_path, *steps, "-n", "3", **env)
+    steps = ("--steps", "14")
+    kill_the_server_at(9, tmp_path, *steps, "-n", "2", **env)
     assert (tmp_path / "checkpoints/checkpoint-8/rollout_batch.safetensors").exists()
     output = finish(tmp_path, *steps, "-n", "1", "--deterministic", "--resume", **env)
     assert "resuming from" in output
     assert "whose weights are no more" not in output  # of a group that a later version had to sample
-    assert weights_of(tmp_path, 23) == expected
-    assert weights_after_a_replay(tmp_path, **env) == expected
+    assert weights_of(tmp_path, 14) == expected
+    assert weights_of_a_replay(tmp_path, **env) == expected
     assert read(tmp_path / "worker" / "run.json")["plan"]["training"]["deterministic"] is True
 
 
@@ -86,7 +73,7 @@ def test_a_death_of_a_run_whose_steps_are_scaled(undisturbed: Path, tmp_path: Pa
     kill_the_server_at(9, killed, "--steps", str(STEPS), "-n", "3", "--step-scaling", "ess", **env)
     assert (killed / "checkpoints/checkpoint-8/rollout_batch.safetensors").exists()
     train(killed, "-n", "2", "--resume", **env)
-    assert weights_of(killed) == weights_of(one) == weights_after_a_replay(killed, **env)
+    assert weights_of(killed) == weights_of(one) == weights_of_a_replay(killed, **env)
     assert weights_of(one, 8) != weights_of(undisturbed, 8), "the steps were scaled"
 
 
@@ -115,7 +102,7 @@ def test_a_death_after_any_kind_of_checkpoint(tmp_path: Path, arguments: dict[st
     in_mid_batch = (killed / f"checkpoints/checkpoint-{saved}/rollout_batch.safetensors").exists()
     assert in_mid_batch == bool(arguments)
     train(killed, "-n", "2", "--resume", **env)
-    assert weights_of(killed) == weights_of(one) == weights_after_a_replay(killed, **env)
+    assert weights_of(killed) == weights_of(one) == weights_of_a_replay(killed, **env)
 
 
 @pytest.mark.slow

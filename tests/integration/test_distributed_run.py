@@ -41,36 +41,45 @@ torch.backends.cudnn.allow_tf32 = True
 
 
 def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_path: Path) -> None:
+    """Its file changes what the process shares, and one prompt is poisoned, which costs its own group."""
     run_dir = tmp_path / "worker"
-    train = ("train", str(SETUP), "-n", "2", "--steps", "16", "--seed", "3")
-    with command(*train, cwd=tmp_path, TEST_REWARD="signals") as run:
+    (file := tmp_path / "mine.py").write_text(f"import sys\nsys.path.append({str(SETUP.parent)!r})\n{SHARES}")
+    train = ("train", str(file), "-n", "2", "--steps", "12", "--seed", "3")
+    with command(*train, cwd=tmp_path, TEST_REWARD="signals poison") as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
         children = run.children()
         run.wait_until(lambda: run.worker(1), "worker 1").kill()
         assert run.wait() == 0, run.output
 
-    assert steps_logged(run_dir) == list(range(1, 17))
+    assert steps_logged(run_dir) == list(range(1, 13))
     assert gone(children), "a child was left behind"
     summary = read(run_dir / "summary.json")
     assert summary["state"] == "finished"
-    assert summary["steps"] == 16
-    assert summary["rollouts"] == 16 * 16
+    assert summary["steps"] == 12
+    assert summary["rollouts"] == 12 * 16
     assert summary["staleness_max"] <= 4
-    assert summary["jobs_quarantined"] == 0
+    assert summary["jobs_quarantined"] == 1
+    (reason,) = (run_dir / "quarantine").glob("*.reason")
+    assert "RuntimeError: no reward for 3+3=" in reason.read_text()
     assert read(run_dir / "run.json")["state"] == "finished"
 
-    rollouts = read(tmp_path / "checkpoints" / "checkpoint-16" / "rollout_state.json")
-    assert (rollouts["consumed_below"] + len(rollouts["consumed"]), rollouts["rounds"]) == (16 * 4, 16)
+    rollouts = read(tmp_path / "checkpoints" / "checkpoint-12" / "rollout_state.json")
+    used_or_unusable = rollouts["consumed_below"] + len(rollouts["consumed"])
+    assert (used_or_unusable, rollouts["rounds"]) == (12 * 4 + 1, 12), rollouts
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-2])
     expected = {"staleness_mean", "staleness_max", "rollouts_per_second", "trainer_wait_fraction", "weight_version"}
     expected |= {"worker_busy_fraction", "queue_pending", "queue_processing", "queue_complete"}
     assert {f"async/{name}" for name in expected} <= last.keys()
     assert {"reward", "rewards/reward/mean", "entropy", "completions/mean_length", "digits", "grad_norm"} <= last.keys()
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert "board worker" in run.output and " step 12/12 " in run.output
     log = (run_dir / "log_worker_2.txt").read_text()
-    assert "jobs/s; generation" in log
+    assert "jobs/s; generation" in log and "worker dev2 ends: " in log
     assert log.count("the reward functions use signals") == 1
-    assert "board worker" in run.output
+    put_back = "the setup file replaces sys.stderr, sys.excepthook, SIGTERM in this process: put back"
+    assert put_back in log and put_back in (run_dir / "log_parameter_server.txt").read_text()
+    lines = (tmp_path / "mine.log").read_text().splitlines()
+    assert {line.rpartition(" - ")[2] for line in lines} == {"a line of the user's"}
 
 
 def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Path) -> None:
@@ -81,7 +90,7 @@ def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Pat
         run.worker(1).kill()  # the only one: nothing is generated until it is started again
         before = len(steps_logged(run_dir))
         run.wait_until(lambda: len(steps_logged(run_dir)) >= before + 10, "ten more steps")
-        stopped = end_with(signal.SIGTERM, run, tmp_path)
+        stopped = end_with_sigterm(run, tmp_path)
     assert read(run_dir / "summary.json")["worker_restarts"] == 1
 
     with command(*train, cwd=tmp_path) as refused:
@@ -96,12 +105,6 @@ def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Pat
     rollouts = read(tmp_path / "checkpoints" / f"checkpoint-{goal}" / "rollout_state.json")
     assert rollouts["consumed_below"] + len(rollouts["consumed"]) == goal * 4
 
-    with command(*train, "--steps", "100000", cwd=tmp_path) as fresh:
-        fresh.wait_until(lambda: list(tmp_path.glob("worker-*")), "the finished run to be moved aside")
-        fresh.wait_until(lambda: steps_logged(run_dir), "a step")
-        stopped = end_with(signal.SIGINT, fresh, tmp_path)
-    assert steps_logged(run_dir) == list(range(1, stopped + 1))
-
 
 def kept_versions_are_those_of_the_checkpoints(folder: Path, goal: int) -> None:
     chain = Chain(chain_folder(folder / "worker"))
@@ -112,10 +115,10 @@ def kept_versions_are_those_of_the_checkpoints(folder: Path, goal: int) -> None:
     assert all(rebuilt[name].equal(tensor) for name, tensor in saved.items()) and saved
 
 
-def end_with(number: signal.Signals, run: Command, folder: Path) -> int:
+def end_with_sigterm(run: Command, folder: Path) -> int:
     """Stop a run, which leaves no child and a checkpoint; the step of that."""
     children = run.children()
-    run.process.send_signal(number)
+    run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0, run.output
     assert gone(children), "a child was left behind"
     state = read(folder / "worker" / "run.json")
@@ -124,35 +127,12 @@ def end_with(number: signal.Signals, run: Command, folder: Path) -> int:
     return int(state["step"])
 
 
-def test_a_poisoned_prompt_costs_its_own_group(tmp_path: Path) -> None:
-    """It is met: each of the data is used once."""
-    run_dir = tmp_path / "worker"
-    finish(tmp_path, "-n", "1", "--steps", "16", "--max-staleness", "0", TEST_REWARD="poison")
-    summary = read(run_dir / "summary.json")
-    assert (summary["state"], summary["jobs_quarantined"]) == ("finished", 1)
-    assert summary["staleness_max"] == 0 and "undecided_tokens" not in summary
-    (reason,) = (run_dir / "quarantine").glob("*.reason")
-    assert "RuntimeError: no reward for 3+3=" in reason.read_text()
-
-
 def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
     with command("train", str(SETUP), "-n", "1", cwd=tmp_path, TEST_REWARD="broken") as run:
         assert run.wait() == 1, run.output
     assert run.output.count("Traceback (most recent call last)") == 1, run.output
     assert "RuntimeError: no reward for" in run.output
     assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"
-
-
-def test_a_file_that_changes_what_the_process_shares_trains_and_is_told(tmp_path: Path) -> None:
-    (file := tmp_path / "mine.py").write_text(f"import sys\nsys.path.append({str(SETUP.parent)!r})\n{SHARES}")
-    output = finish(tmp_path, "-n", "1", "--steps", "2", setup=file)
-    assert "[server] " in output and " step 2/2 " in output
-    put_back = "the setup file replaces sys.stderr, sys.excepthook, SIGTERM in this process: put back"
-    for log in ("log_parameter_server.txt", "log_worker_1.txt"):
-        assert put_back in (tmp_path / "worker" / log).read_text()
-    assert "worker dev1 ends: " in (tmp_path / "worker" / "log_worker_1.txt").read_text()
-    lines = (tmp_path / "mine.log").read_text().splitlines()
-    assert {line.rpartition(" - ")[2] for line in lines} == {"a line of the user's"}
 
 
 def test_by_hand_in_any_order(tmp_path: Path) -> None:

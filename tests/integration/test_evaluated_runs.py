@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kit.runs import SETUP, Command, command, finish, read
+from kit.runs import SETUP, Command, audited, command, finish, read
 
 pytestmark = pytest.mark.integration
 
@@ -58,9 +58,7 @@ def test_a_run_that_is_killed_during_an_evaluation_has_each_once_and_its_checkpo
     for one in found:
         assert one["figures"]["pass@2"]["problems"] == 10
         assert one["failed"] == {}
-    with command("audit", "worker", cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
-    assert "OK: all 32 groups accounted for (" in audit.output
+    assert "OK: all 32 groups accounted for (" in audited(tmp_path / "worker")
     metrics = [json.loads(line) for line in (tmp_path / "worker" / "metrics.jsonl").read_text().splitlines()]
     logged = {int(one["eval_version"]): one["eval_reward_mean"] for one in metrics if "eval_version" in one}
     assert logged == {one["step"]: one["figures"]["reward_mean"]["value"] for one in found}

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tarfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kit.runs import ROOT, SETUP, command
+from async_grpo.cli import main
+from kit.runs import SETUP, command
 
 pytestmark = pytest.mark.integration
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "LOG_LEVEL": "INFO"}
 SCORES = r"scoring (group \d|\d groups)"  # those that wait for the call that hangs, too
 SECRET = "swordfish-of-the-run"
-CLI = [sys.executable, "-m", "async_grpo.cli"]
 
 
 def status(run_dir: Path, *options: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [*CLI, "status", str(run_dir), *options], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stdout + done.stderr
+    """The exit code of the command, and what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        code = main(["status", str(run_dir), *options])
+    return code, said.getvalue()
 
 
 def view(run_dir: Path) -> tuple[int, dict[str, Any]]:

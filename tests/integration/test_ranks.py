@@ -36,9 +36,9 @@ def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_r
     """Those without a share would wait for a batch that rank 0 has no reason to hand out."""
     folder = tmp_path / "of_one_rank"
     shutil.copytree(undisturbed, folder, ignore=shutil.ignore_patterns("*.pipe"))
-    share = folder / "checkpoints/checkpoint-23/rollout_batch.safetensors"
+    share = folder / "checkpoints/checkpoint-14/rollout_batch.safetensors"
     assert share.exists()
-    resume = ["train", str(SETUP), "-n", "1", "--resume", "--steps", "24"]
+    resume = ["train", str(SETUP), "-n", "1", "--resume", "--steps", "15"]
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
     with command(*resume, *DDP, cwd=folder, **env) as run:
         assert run.wait() == 2, run.output

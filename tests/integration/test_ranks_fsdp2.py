@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.runs import IN_MID_BATCH, SETUP, command, finish, gone, read, steps_logged
+from kit.runs import IN_MID_BATCH, SETUP, audited, command, finish, gone, read, steps_logged
 from kit.several_ranks import EXAMPLES, config_of, ranks, same_training
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -74,8 +74,7 @@ def test_sharded_ranks_are_resumed_in_the_middle_of_a_batch(processes: int, undi
         assert run.wait() == 0, run.output
     assert read(run_dir / "run.json")["state"] == "stopped"
     assert "resuming from" in (run_dir / "log_parameter_server.txt").read_text()
-    with command("audit", str(run_dir), cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
+    audited(run_dir)
     same_training(tmp_path, undisturbed, steps=11)
 
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from async_grpo.cli import main
 from async_grpo.rundir.reading import LineReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +23,7 @@ SETUP = Path(__file__).parent / "setups" / "random_model.py"
 DEADLINE_S = 240.0
 LAST_S = 30.0  # for what a process leaves behind
 IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
-"""Fields of `GRPOConfig`: checkpoints 4, 8, 16 and 20 are between the optimizer steps of one generation batch."""
+"""Fields of `GRPOConfig`: checkpoints 4, 8, 14, 16 and 20 are between the optimizer steps of one generation batch."""
 
 
 class Command:
@@ -58,6 +60,10 @@ class Command:
             if "worker" in arguments and arguments[arguments.index("--id") + 1] == str(number):
                 return child
         return None
+
+    def server(self) -> psutil.Process:
+        """The process of the parameter server, or of its only rank."""
+        return next(child for child in self.children() if "server" in child.cmdline())
 
     def wait(self) -> int:
         try:
@@ -105,6 +111,22 @@ def finish(folder: Path, *options: str, setup: Path = SETUP, **env: str) -> str:
     with command("train", str(setup), *options, cwd=folder, **env) as run:
         assert run.wait() == 0, run.output
     return run.output
+
+
+def audited(run_dir: Path) -> str:
+    """What `audit` prints of a run, in which it finds nothing wrong."""
+    with redirect_stdout(StringIO()) as said:
+        assert main(["audit", str(run_dir)]) == 0, said.getvalue()
+    return said.getvalue()
+
+
+def weights_of_a_replay(folder: Path, **env: str) -> str:
+    """The digest of what `replay` makes of the record in `folder`, after `audit` found nothing wrong with it."""
+    audited(folder / "worker")
+    with command("replay", "worker", "-d", "cpu", cwd=folder, **env) as run:
+        assert run.wait() == 0, run.output
+    assert "equal to" in run.output
+    return run.output.partition("SHA-256 ")[2].split()[0]
 
 
 def steps_logged(run_dir: Path) -> list[int]:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from kit.runs import ROOT, Command, command, gone, read, steps_logged
+from kit.runs import ROOT, Command, audited, command, gone, read, steps_logged
 
 EXAMPLES = ROOT / "examples" / "accelerate"
 TOLERANCE = 1e-5
@@ -93,6 +93,5 @@ def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str
     last = max(steps_logged(run_dir))
     checkpoint = folder / "checkpoints" / f"checkpoint-{last}"
     assert read(checkpoint / "rollout_state.json")["step"] == last
-    with command("audit", str(run_dir), cwd=folder) as audit:
-        assert audit.wait() == 0, audit.output
+    audited(run_dir)
     return checkpoint
