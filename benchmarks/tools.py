@@ -91,19 +91,13 @@ class Streaming:
 
 def setting(folder: str, tools: list[Any], reply: Callable[[str, int], str], *, streaming: bool) -> tuple[Any, Any]:
     """A worker with these tools, and the trainer that it was made of."""
-    from kit.in_process import (
-        QWEN3_CHAT_TEMPLATE,
-        InProcessWorker,
-        ScriptedEngine,
-        ScriptedGenerator,
-        build_tokenizer,
-        build_trainer,
-        length,
-    )
+    from kit.in_process import InProcessWorker
+    from kit.scripted import ScriptedEngine, ScriptedGenerator
+    from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, length
 
     given = {"chat_template": QWEN3_CHAT_TEMPLATE, "reward_funcs": [length], "max_completion_length": 400}
     trainer = build_trainer(Path(folder), arguments={"tools": tools}, num_generations=GROUP, **given)
-    script = ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)
+    script = ScriptedGenerator(reply)
     return InProcessWorker(trainer, Streaming(script) if streaming else ScriptedEngine(script)), script
 
 
@@ -113,7 +107,8 @@ def calling(name: str) -> Callable[[str, int], str]:
 
 def a_turn(kind: str, seconds: float, *, streaming: bool) -> float:
     """Seconds for 16 completions that call a tool once."""
-    from kit.in_process import chat_rows, jobs_of
+    from kit.in_process import jobs_of
+    from kit.tiny_trainer import chat_rows
 
     with tempfile.TemporaryDirectory() as folder:
         worker, _ = setting(folder, [tool_of(seconds, kind)], calling("waits"), streaming=streaming)
@@ -127,7 +122,7 @@ def a_turn(kind: str, seconds: float, *, streaming: bool) -> float:
 
 def trl_turn(seconds: float) -> float:
     """The same in plain TRL."""
-    from kit.in_process import chat_rows
+    from kit.tiny_trainer import chat_rows
 
     with tempfile.TemporaryDirectory() as folder:
         tool = tool_of(seconds, "thread_safe")
@@ -145,7 +140,8 @@ class Others:
     """A worker that makes groups, while a tool of one more group waits so many seconds; 0: it has no such group."""
 
     def __init__(self, folder: str, seconds: float) -> None:
-        from kit.in_process import chat_rows, jobs_of
+        from kit.in_process import jobs_of
+        from kit.tiny_trainer import chat_rows
 
         def reply(prompt: str, index: int) -> str:
             if "<tool_response>" in prompt:

@@ -22,7 +22,8 @@ from doc_blocks import PAGES, ROOT, Block, blocks, by_hand, endless, setup_file_
 
 from async_grpo.cli import COMMANDS, command_module
 from async_grpo.setup.setup_file import load_trainer
-from kit.in_process import InProcessRun, build_model, build_tokenizer
+from kit.in_process import InProcessRun
+from kit.tiny_trainer import build_model, build_tokenizer
 
 ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [block for block in ALL if not block.not_run and block.language != "text"]

@@ -7,22 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dialogues import Streaming, written
 
 from async_grpo.envs import Endpoint, OpenAIHarness
 from async_grpo.setup.setup_file import load_trainer
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
-    ScriptedGenerator,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-    jobs_of,
-    length,
-)
-from kit.runs import ROOT, command, steps_logged
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of
+from kit.runs import ROOT, command, ran, steps_logged
+from kit.scripted import ScriptedGenerator, Streaming
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, length
+from kit.tools import written
 
 openai = pytest.importorskip("openai", reason="the extra `agents` is not installed")
 pytestmark = pytest.mark.integration
@@ -80,7 +72,7 @@ def test_what_the_clients_make_of_answers_and_refusals(tmp_path: Path) -> None:
         reward_funcs=[length],
         max_completion_length=300,
     )
-    reply = ScriptedGenerator(build_tokenizer(), lambda prompt, index: "42" if "<tool_response>" in prompt else call)
+    reply = ScriptedGenerator(lambda prompt, index: "42" if "<tool_response>" in prompt else call)
     worker = InProcessWorker(trainer, Streaming(reply))
     with pytest.raises(Exception, match="one model, 'policy'"):
         worker.generate(jobs_of(chat_rows(1)))
@@ -100,6 +92,4 @@ def test_the_example_trains_with_two_workers_of_which_one_is_killed(tmp_path: Pa
         assert run.wait() == 0, run.output
     assert steps_logged(run_dir) == list(range(1, STEPS + 1))
     assert "WARNING" not in "".join(line for line in run.output.splitlines() if "endpoint" in line)
-    with command("audit", str(run_dir), cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
-    assert "OK: all" in audit.output
+    assert "OK: all" in ran("audit", str(run_dir), cwd=tmp_path)

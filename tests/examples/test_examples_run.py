@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from async_grpo.cli.compute.train import build_parser
 from async_grpo.setup.setup_file import load_trainer
 from kit.in_process import InProcessRun
-from kit.runs import ROOT, command, read, steps_logged
+from kit.runs import ROOT, command, ran, read, steps_logged
 
 pytestmark = pytest.mark.integration
 
@@ -51,13 +51,10 @@ def test_the_setup_file_of_its_command_trains_with_the_rollouts_of_a_worker(
 @pytest.mark.slow
 def test_images_train_distributed_and_are_replayed(tmp_path: Path) -> None:
     (line,) = commands("images")
-    with command(*line[1:], "--distributed", "--steps", "6", "--deterministic", cwd=tmp_path) as run:
-        assert run.wait() == 0, run.output
+    ran(*line[1:], "--distributed", "--steps", "6", "--deterministic", cwd=tmp_path)
     assert steps_logged(tmp_path / "worker") == [1, 2, 3, 4, 5, 6]
     assert read(tmp_path / "worker" / "summary.json")["jobs_quarantined"] == 0
-    with command("replay", "worker", cwd=tmp_path) as replay:
-        assert replay.wait() == 0, replay.output
-    assert "equal to" in replay.output
+    assert "equal to" in ran("replay", "worker", cwd=tmp_path)
 
 
 def test_several_types_of_workers_serve_one_run(tmp_path: Path) -> None:

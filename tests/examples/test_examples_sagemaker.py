@@ -8,25 +8,20 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from sagemaker_job import DEADLINE_S, EXAMPLE, model_in, start, until_found
 
 from async_grpo.evals.early_stopping import Best
 from async_grpo.evals.estimators import Estimate
 from async_grpo.evals.eval_ledger import Evaluated
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sagemaker"
-TINY = EXAMPLE.parent / "triviaqa_search"
-DEADLINE_S = 300.0
 FIGURES = {"success_rate": 0.25, "pass@1": 0.25, "pass@5": 1.0, "reward_mean": -0.125}
 LAUNCH = ["--image", "123456789012.dkr.ecr.us-east-1.amazonaws.com/async-grpo:1", "--bucket", "s3://mine/jobs/"]
 LAUNCH += ["--role", "arn:aws:iam::123456789012:role/training", "--name", "a-job"]
@@ -364,34 +359,6 @@ def test_the_model_of_the_best_evaluation_is_kept(example: SimpleNamespace, tmp_
 # --- the container
 
 
-def model_in(folder: Path) -> None:
-    sys.path.insert(0, str(TINY))
-    try:
-        tiny = importlib.import_module("tiny")
-    finally:
-        sys.path.remove(str(TINY))
-        sys.modules.pop("tiny", None)
-    tokenizer = tiny.build_tokenizer()
-    tokenizer.save_pretrained(folder)
-    tiny.build_model(tokenizer).save_pretrained(folder)
-
-
-def start(root: Path, log: Path, *, enter: Sequence[str] = (), **more: str) -> subprocess.Popen[bytes]:
-    """Args: enter: what starts a command elsewhere, such as in a namespace."""
-    texts = {"num_gpus": "0", "num_generations": "4", "grad_accum_steps": "1", "per_device_train_batch_size": "4"}
-    texts |= {"num_iterations": "1", "max_completion_length": "24", "save_steps": "2", "max_steps": "40", **more}
-    env: dict[str, Any] = {
-        **os.environ,
-        "SM_ROOT": str(root),
-        "SM_HPS": json.dumps(texts),
-        "SM_CHANNELS": '["model"]',
-        "SM_CHANNEL_MODEL": str(root / "input" / "data" / "model"),
-        "PYTHONPATH": f"{EXAMPLE.parents[1] / 'src'}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    with log.open("wb") as output:
-        return subprocess.Popen([*enter, sys.executable, EXAMPLE / "train.py"], env=env, stdout=output, stderr=output)
-
-
 def by_way_of_s3(checkpoints: Path, new: Path) -> None:
     """Only what S3 keeps: bytes of regular files, under their names; no modes, no empty folders, no pipes."""
     for path in checkpoints.rglob("*"):
@@ -409,10 +376,7 @@ def test_a_job_that_is_interrupted_is_continued_by_the_next(example: SimpleNames
     model_in(root / "input" / "data" / "model")
     job = start(root, log)
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not list(root.glob("checkpoints/trainer/checkpoint-*")):
-            assert job.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        until_found(lambda: list(root.glob("checkpoints/trainer/checkpoint-*")), job, log)
         job.send_signal(signal.SIGTERM)
         job.wait(DEADLINE_S)
     finally:

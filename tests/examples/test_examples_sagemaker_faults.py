@@ -11,13 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_examples_sagemaker import DEADLINE_S, EXAMPLE, model_in, start
+from sagemaker_job import DEADLINE_S, EXAMPLE, model_in, start, until_found
 
 _CAN_MOUNT = shutil.which("nsenter") is not None and (
     subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
@@ -74,7 +73,7 @@ def test_a_disk_that_is_full_at_sigterm_costs_the_steps_since_the_last_checkpoin
         checkpoints = seen / folder.relative_to("/")
         job = start(root, log, enter=enter, save_steps="8", eval_every="0")
         try:
-            wait_for(job, log, lambda: list(checkpoints.glob("trainer/checkpoint-8/trainer_state.json")))
+            until_found(lambda: list(checkpoints.glob("trainer/checkpoint-8/trainer_state.json")), job, log)
             fill(checkpoints)
             job.send_signal(signal.SIGTERM)
             assert job.wait(DEADLINE_S) != 0, log.read_text()
@@ -90,14 +89,6 @@ def test_a_disk_that_is_full_at_sigterm_costs_the_steps_since_the_last_checkpoin
     steps = [int(step) for step in re.findall(r"^[0-9:]+ step ([0-9]+)/", log.read_text(), re.MULTILINE)]
     assert steps and steps[0] == 9 and steps[-1] == 40
     assert (root / "model" / "model.safetensors").is_file()
-
-
-def wait_for(job: subprocess.Popen[bytes], log: Path, found: object) -> None:
-    assert callable(found)
-    deadline = time.monotonic() + DEADLINE_S
-    while not found():
-        assert job.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
 
 
 def test_a_job_whose_evaluations_do_not_improve_stops_early(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from async_grpo.envs import Passages
 from async_grpo.errors import SetupFileError
 from async_grpo.rewards.questions import exact_match
 from async_grpo.setup.setup_file import load_trainer
-from kit.in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, ScriptedGenerator
 
 pytest.importorskip("bm25s", reason="the extra `search` is not installed")
 pytestmark = pytest.mark.integration
@@ -44,7 +45,7 @@ def test_a_dialogue_that_searches_earns_its_rewards(
             return f"<reasoning>So.</reasoning><answer>{row['aliases'][0]}</answer>"
         return f"<reasoning>I look.</reasoning>{call}"
 
-    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(trainer.processing_class, reply)))
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(reply, trainer.processing_class)))
     (group,) = worker.rollouts(jobs_of([row], group_size=8))
     names = [name.rpartition("/")[2] for name in group.reward_names]
     earned = dict(zip(names, group.rewards[0].tolist(), strict=True))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from on_device import ON_CPU
 
+from kit.runs import values_logged
+
 ROOT = Path(__file__).parents[2]
 DEVICE_ID = "cpu" if ON_CPU else "0"
 DEVICES = ("--master-device-id", DEVICE_ID, "--worker-device-ids", f"{DEVICE_ID},{DEVICE_ID}")
@@ -50,5 +52,4 @@ def expect_finished(folder: Path, steps: int) -> None:
 
 def mismatch(folder: Path) -> list[float]:
     """For each step with fresh rollouts, the mean difference between sampler and trainer, in log-probabilities."""
-    entries = map(json.loads, (folder / "worker" / "metrics.jsonl").read_text().splitlines())
-    return [entry["async/logprob_mismatch"] for entry in entries if "async/logprob_mismatch" in entry]
+    return values_logged(folder / "worker", "async/logprob_mismatch")

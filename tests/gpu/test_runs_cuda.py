@@ -9,12 +9,13 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from gpu_runs import DEVICES, ROOT, cli, expect_end, expect_finished, said
 from on_device import ON_CPU, need_device
+
+from kit.waiting import until
 
 SETUP = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
 STEPS = 6
@@ -37,10 +38,8 @@ def train(folder: Path, *more: str) -> subprocess.Popen[bytes]:
 
 def kill_the_server(run: subprocess.Popen[bytes], folder: Path) -> None:
     """Once there is a checkpoint, and workers are generating for later steps."""
-    deadline = time.monotonic() + PART_S
-    while not (folder / "outputs" / "qwen3_shape" / "checkpoint-2" / "rollout_state.json").exists():
-        assert run.poll() is None and time.monotonic() < deadline, said(folder)
-        time.sleep(0.1)
+    state = folder / "outputs" / "qwen3_shape" / "checkpoint-2" / "rollout_state.json"
+    until(state.exists, "a checkpoint", deadline_s=PART_S, process=run, said=lambda: said(folder))
     note = json.loads((folder / "worker" / "server.lock").read_text())
     os.kill(note["pid"], signal.SIGKILL)
 

@@ -1,21 +1,18 @@
-"""Lets tests import the helper modules next to them; fixtures that several files share."""
+"""Fixtures that several files share."""
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny model on disk, from where TRL also loads a reference model."""
-    from kit.in_process import build_model, build_tokenizer
+    from kit.tiny_trainer import build_model, build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     build_model(build_tokenizer()).save_pretrained(folder)
@@ -24,7 +21,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Any:
-    from kit.in_process import build_trainer
+    from kit.tiny_trainer import build_trainer
 
     return build_trainer(tmp_path)
 

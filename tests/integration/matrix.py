@@ -34,7 +34,7 @@ from peft import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from kit.in_process import build_tokenizer, build_trainer
+from kit.tiny_trainer import build_tokenizer, build_trainer
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from kit.compared_with_trl import settings
-from kit.in_process import QWEN3_CHAT_TEMPLATE, length, letters
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, length, letters
 
 # Drawn independently of each other. TRL's own default comes first, and is drawn as often as all others together.
 FIELDS: dict[str, Sequence[Any]] = {

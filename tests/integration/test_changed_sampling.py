@@ -25,7 +25,8 @@ from async_grpo.setup.sampling import check_generation, transformers_config
 from async_grpo.training import watch
 from async_grpo.training.watch import Watch
 from kit.compared_with_trl import settings
-from kit.in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of
+from kit.tiny_trainer import build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
 

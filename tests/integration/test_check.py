@@ -17,8 +17,8 @@ from trl_contract import moved
 
 from async_grpo.checks.differential import plain, recorder, tiny
 from async_grpo.errors import UnsupportedError
-from kit.in_process import build_model, build_tokenizer, build_trainer
 from kit.runs import ROOT, SETUP, command
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights, model_digest
-from kit.in_process import build_model, build_tokenizer
+from kit.tiny_trainer import build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -12,20 +12,18 @@ from async_grpo.envs import with_tags
 from async_grpo.envs.conversations import Conversation, Lockstep, rollout_output
 from async_grpo.errors import UnsupportedError, UserCodeExit
 from kit.compared_with_trl import settings
-from kit.in_process import QWEN3_CHAT_TEMPLATE, ScriptedGenerator, build_tokenizer
+from kit.scripted import ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer
+from kit.tools import CHATML
 
 pytestmark = pytest.mark.integration
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TURN = "<|im_start|>assistant\n"
 
 
 def trainer_of(tmp_path: Path, batches: list[int], tokens: int = 200, chat_template: str = CHATML) -> Any:
     """A trainer whose model numbers its messages, and that notes how many prompts it got together."""
     trainer: Any = settings(tmp_path, chat_template=chat_template, max_completion_length=tokens)()
-    script = ScriptedGenerator(trainer.processing_class, lambda prompt, index: f"m{prompt.count(TURN)}")
+    script = ScriptedGenerator(lambda prompt, index: f"m{prompt.count(TURN)}")
 
     def sample(prompt_ids: list[list[int]], *_: Any) -> Any:
         batches.append(len(prompt_ids))

@@ -14,7 +14,7 @@ from async_grpo.deltas import DeltaCallback
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.tensors import as_tensors
 from async_grpo.errors import DeltaChainError, UnsupportedError
-from kit.in_process import build_trainer
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dialogues import Streaming, double, written
 
-from async_grpo.records import Job
-from async_grpo.rollout.trl_group import GroupOutcome
-from kit.in_process import (
-    DEADLINE_S,
-    QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-    jobs_of,
-    length,
-)
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, ScriptedGenerator, Streaming
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, length
+from kit.tools import double, written
+from kit.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
@@ -60,11 +49,7 @@ def worker_of(tmp_path: Path, engine_of: Any, reply: Any = calls, **given: Any) 
         reward_funcs=[length],
         max_completion_length=300,
     )
-    return InProcessWorker(trainer, engine_of(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)))
-
-
-def ended(worker: InProcessWorker, jobs: Sequence[Job]) -> dict[int, GroupOutcome]:
-    return {outcome.job.seq: outcome for outcome in worker.ended(len(jobs), jobs)}
+    return InProcessWorker(trainer, engine_of(ScriptedGenerator(reply)))
 
 
 @engines
@@ -85,12 +70,10 @@ def test_an_error_in_a_dialogue_costs_its_group_alone(
 
     spoil = {"once": True}
     monkeypatch.setattr(turns._tools, "run", spoilt)
-    first = ended(worker, jobs)
-    errors = [seq for seq, group in first.items() if group.error is not None]
-    assert len(errors) == 1
-    assert "the template broke" in str(first[errors[0]].error)
-    again = ended(worker, [jobs[errors[0]]])
-    assert again[errors[0]].error is None
+    [failed] = [outcome for outcome in worker.ended(3, jobs) if outcome.error is not None]
+    assert "the template broke" in str(failed.error)
+    [again] = worker.ended(1, [failed.job])
+    assert again.error is None
     assert turns._asks._working == 0
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,41 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.setup.generator_choice import VLLM
-from async_grpo.tokens import as_tokens
 from kit.compared_with_trl import settings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    chat_rows,
-    jobs_of,
-    length,
-)
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, ScriptedGenerator, Streaming, writing
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows, length
+from kit.tools import double, written
 
 pytestmark = pytest.mark.integration
-
-
-def written(*calls: tuple[str, Any]) -> str:
-    return "".join(
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
-    )
-
-
-def double(number: int) -> int:
-    """Double a number.
-
-    Args:
-        number: the number.
-    """
-    return 2 * number
 
 
 def breaks(text: str) -> str:
@@ -98,13 +70,6 @@ def reply(prompt: str, index: int) -> str:
     return script[min(len(said) - 1, len(script) - 1)]
 
 
-class ByScript(GRPOTrainer):
-    """Plain TRL whose model writes the script."""
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return ScriptedGenerator(self._tokenizer, reply).generate(prompt_ids)
-
-
 def dialogues(tmp_path: Path, **changes: Any) -> Any:
     return settings(
         tmp_path,
@@ -122,7 +87,7 @@ def dialogues(tmp_path: Path, **changes: Any) -> Any:
 def test_dialogues_are_as_in_plain_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several turns, several calls in a message, async ones, failing ones, a result too long, and the limit."""
     get_trainer = dialogues(tmp_path)
-    script = ScriptedEngine(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply))
+    script = ScriptedEngine(ScriptedGenerator(reply))
     worker = InProcessWorker(get_trainer(), script)
     rows = list(chat_rows(4))
     with monkeypatch.context() as patched:
@@ -130,7 +95,7 @@ def test_dialogues_are_as_in_plain_trl(tmp_path: Path, monkeypatch: pytest.Monke
         patched.setattr(grpo_trainer, "parse_response", read)
         groups = worker.rollouts(jobs_of(rows))
 
-    plain: Any = get_trainer(trainer_class=ByScript)
+    plain: Any = get_trainer(trainer_class=writing(reply))
     prompts = [row["prompt"] for row in rows for _ in range(2)]
     plain._sync_tool_dicts = [{tool.__name__: tool for tool in TOOLS if tool is not slowly}] * 8
     plain._async_tool_dicts = [{"slowly": slowly}] * 8
@@ -176,7 +141,7 @@ def test_a_tool_that_hangs_and_one_that_exits_cost_their_dialogue_a_text(tmp_pat
         return "well" if "<tool_response>" in prompt else asked
 
     trainer = settings(tmp_path, {"tools": [hangs]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400)()
-    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), hanging)))
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(hanging)))
     worker.calls._tools._timeout_s = 0.1  # type: ignore[union-attr]
     (group,) = worker.rollouts(jobs_of(chat_rows(1)))
     ended.set()
@@ -185,22 +150,6 @@ def test_a_tool_that_hangs_and_one_that_exits_cost_their_dialogue_a_text(tmp_pat
     assert "SystemExit" in read[1]
     assert [completion[2]["content"] for completion in group.completions] == ["well"] * 2
     assert group.metrics["tools/failure_frequency"] == [1.0]
-
-
-class Streaming:
-    """Continues every prompt at once, by the script."""
-
-    capabilities, most_groups = VLLM, 8
-
-    def __init__(self, script: ScriptedGenerator) -> None:
-        self._script = script
-
-    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        return [SampledGroup(prepared=turn, tokens=as_tokens(*self._script.generate(turn.prompt_ids))) for turn in new]
-
-    def follow(self, weights: Any) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
@@ -223,7 +172,7 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
     get_trainer = settings(
         tmp_path, {"tools": [waits, double]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400
     )
-    worker = InProcessWorker(get_trainer(), Streaming(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), slow)))
+    worker = InProcessWorker(get_trainer(), Streaming(ScriptedGenerator(slow)))
     assert [outcome.job.seq for outcome in worker.ended(2, jobs_of(chat_rows(3)))] == [1, 2]
     others_ended.set()
     [last] = worker.ended(1)
@@ -232,9 +181,7 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
 
 def test_the_model_reads_what_a_tool_wrote_and_the_loss_does_not(tmp_path: Path) -> None:
     get_trainer = dialogues(tmp_path)
-    run = InProcessRun(
-        get_trainer, engine=ScriptedEngine(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply))
-    )
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply)))
     run.train()
     trainer, inputs = run.trainer, run.inputs[0]
     row = next(index for index, mask in enumerate(inputs["tool_mask"]) if not bool(mask.all()))

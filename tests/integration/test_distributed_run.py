@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from safetensors.torch import load_file
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.chain_folder import chain_folder
 from async_grpo.deltas.tensors import as_tensors
-from kit.runs import SETUP, Command, command, finish, gone, read, steps_logged
+from kit.runs import SETUP, Command, command, finish, logged, ran, read, steps_logged
+from kit.waiting import until_gone
 
 pytestmark = pytest.mark.integration
 SHARES = """
@@ -52,7 +52,7 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
         assert run.wait() == 0, run.output
 
     assert steps_logged(run_dir) == list(range(1, 13))
-    assert gone(children), "a child was left behind"
+    until_gone(children)
     summary = read(run_dir / "summary.json")
     assert summary["state"] == "finished"
     assert summary["steps"] == 12
@@ -66,7 +66,7 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
     rollouts = read(tmp_path / "checkpoints" / "checkpoint-12" / "rollout_state.json")
     used_or_unusable = rollouts["consumed_below"] + len(rollouts["consumed"])
     assert (used_or_unusable, rollouts["rounds"]) == (12 * 4 + 1, 12), rollouts
-    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-2])
+    last = logged(run_dir)[-1]
     expected = {"staleness_mean", "staleness_max", "rollouts_per_second", "trainer_wait_fraction", "weight_version"}
     expected |= {"worker_busy_fraction", "queue_pending", "queue_processing", "queue_complete"}
     assert {f"async/{name}" for name in expected} <= last.keys()
@@ -120,7 +120,7 @@ def end_with_sigterm(run: Command, folder: Path) -> int:
     children = run.children()
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0, run.output
-    assert gone(children), "a child was left behind"
+    until_gone(children)
     state = read(folder / "worker" / "run.json")
     assert state["state"] == "stopped"
     assert (folder / "checkpoints" / f"checkpoint-{state['step']}" / "rollout_state.json").exists()
@@ -128,10 +128,9 @@ def end_with_sigterm(run: Command, folder: Path) -> int:
 
 
 def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
-    with command("train", str(SETUP), "-n", "1", cwd=tmp_path, TEST_REWARD="broken") as run:
-        assert run.wait() == 1, run.output
-    assert run.output.count("Traceback (most recent call last)") == 1, run.output
-    assert "RuntimeError: no reward for" in run.output
+    said = ran("train", str(SETUP), "-n", "1", cwd=tmp_path, TEST_REWARD="broken", code=1)
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert "RuntimeError: no reward for" in said
     assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"
 
 

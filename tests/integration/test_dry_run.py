@@ -8,9 +8,9 @@ import pytest
 
 from async_grpo.checks.plan.trainer_facts import describe
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from kit.in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
 from kit.plans import planned
 from kit.runs import ROOT, SETUP, command
+from kit.tiny_trainer import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
 
 pytestmark = pytest.mark.integration
 DDP = str(ROOT / "examples" / "accelerate" / "ddp.yaml")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from test_trl_corrections import OwnForwardPass
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
@@ -25,8 +24,10 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.training.corrections.fresh_batch import EXACT, ROUNDED, Bound, bound_of
 from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import InProcessRun, build_model, build_tokenizer
+from kit.in_process import InProcessRun
+from kit.own_code import OwnForwardPass
 from kit.plans import planned
+from kit.tiny_trainer import build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
 

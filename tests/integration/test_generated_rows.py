@@ -13,7 +13,7 @@ from datasets import load_from_disk
 from trl import SFTConfig, SFTTrainer
 
 from async_grpo.setup.setup_file import load_trainer
-from kit.runs import SETUP, command
+from kit.runs import SETUP, command, ran
 
 pytestmark = pytest.mark.integration
 
@@ -66,13 +66,11 @@ def test_rows_are_the_same_for_one_worker_and_for_two_that_are_killed(trainer: A
     env = {"TEST_MARKER": str(folder / "marker")}
     done = interrupt(folder, env)
     assert not (folder / "rows").exists()
-    with command(*ASKED, "-n", "1", "--resume", cwd=folder, **env) as run:
-        assert run.wait() == 0, run.output
+    ran(*ASKED, "-n", "1", "--resume", cwd=folder, **env)
     requests = len(complete(folder / "generation"))
     assert PROBLEMS < done <= requests, "what was finished is used again"
 
-    with command(*ASKED, "-n", "1", "--out", "alone", "--run-dir", "other", cwd=folder, **env) as run:
-        assert run.wait() == 0, run.output
+    ran(*ASKED, "-n", "1", "--out", "alone", "--run-dir", "other", cwd=folder, **env)
     assert len(complete(folder / "other")) == requests, "and nothing was asked twice"
     assert hashes(folder / "rows") == hashes(folder / "alone")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.runs import SETUP, command
+from kit.runs import SETUP, command, lines_of
 
 pytestmark = pytest.mark.integration
 
@@ -52,7 +52,7 @@ def test_each_strength_is_evaluated_once_and_the_weaker_stays_closer(folder: Pat
         worker.kill()
         (folder / "marker").touch()
         assert run.wait() == 0, run.output
-    lines = [json.loads(line) for line in (folder / "evaluation" / "evaluations.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "evaluation" / "evaluations.jsonl")
     untruncated = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     assert [one["sampling"] for one in lines] == [{**untruncated, "eta": eta} for eta in (0.1, 0.5, "off")]
     assert [(one["step"], one["failed"], one["figures"]["pass@1"]["problems"]) for one in lines] == [(0, {}, 12)] * 3

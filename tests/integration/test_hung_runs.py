@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from async_grpo.cli import main
-from kit.runs import SETUP, command
+from kit.runs import SETUP, command, ran
 
 pytestmark = pytest.mark.integration
 
@@ -36,8 +36,7 @@ def view(run_dir: Path) -> tuple[int, dict[str, Any]]:
 
 def dump(root: Path, folder: Path) -> dict[str, str]:
     folder.mkdir()
-    with command("doctor", "--dump", str(root), cwd=folder) as doctor:
-        assert doctor.wait() == 0, doctor.output
+    ran("doctor", "--dump", str(root), cwd=folder)
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         files = {entry.name.partition("/")[2]: tar.extractfile(entry) for entry in tar.getmembers()}

@@ -16,7 +16,6 @@ from trl import GRPOTrainer
 from async_grpo.engines import SampledGroup
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
-from async_grpo.records import RolloutGroup
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch
@@ -24,29 +23,10 @@ from async_grpo.training.corrections.trl_loss import log_pi_old
 from async_grpo.training.prompts import evaluation_rows
 from kit.compared_with_trl import largest_difference
 from kit.in_process import InProcessRun, jobs_of, training_logs
+from kit.recorded_batches import Recorded
 from kit.tiny_vlm import build_vlm_trainer, picture
 
 pytestmark = pytest.mark.integration
-
-
-class Recorded(GRPOTrainer):
-    """Plain TRL, with recorded completions in place of sampling: its own prompts, images and rewards."""
-
-    batches: Any
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        groups: list[RolloutGroup] = next(self.batches)
-        assert [list(ids) for ids in prompt_ids] == [
-            group.prompt_ids.tolist() for group in groups for _ in range(group.job.num_generations)
-        ]
-        tokens, logprobs = [], []
-        for group in groups:
-            start = 0
-            for size in group.completion_lengths.tolist():
-                tokens.append(group.completion_ids[start : start + size].tolist())
-                logprobs.append(group.sampling_logprobs[start : start + size].tolist())
-                start += size
-        return tokens, logprobs
 
 
 def settings(output_dir: Path, **given: Any) -> Callable[..., GRPOTrainer]:

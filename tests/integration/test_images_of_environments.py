@@ -9,33 +9,19 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from PIL import Image
-from test_images import Recorded
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from kit.compared_with_trl import largest_difference
-from kit.in_process import InProcessRun, ScriptedEngine, ScriptedGenerator, length, training_logs
-from kit.tiny_vlm import build_vlm_trainer, picture
+from kit.in_process import InProcessRun, training_logs
+from kit.recorded_batches import Recorded
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
+from kit.tiny_trainer import length
+from kit.tiny_vlm import Gallery, build_vlm_trainer, picture
 
 pytestmark = pytest.mark.integration
 
 LOOK = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-
-
-class Gallery:
-    """Shows an image at its start, and another whenever it is asked to."""
-
-    def reset(self, **row: Any) -> list[dict[str, Any]]:
-        self.target = row["target"]
-        return [{"type": "image", "image": picture(self.target, 16 + 8 * (self.target % 2))}]
-
-    def look(self) -> list[dict[str, Any]]:
-        """Look at another image.
-
-        Returns:
-            The image.
-        """
-        return [{"type": "image", "image": picture(100 + self.target)}, {"type": "text", "text": "here"}]
 
 
 def galleries(output_dir: Path, **given: Any) -> Callable[..., GRPOTrainer]:
@@ -69,16 +55,11 @@ def looks(prompt: str, index: int) -> str:
     return f"a{LOOK}" if index % 2 == 0 else "no thanks"
 
 
-class ScriptedTRL(GRPOTrainer):
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return ScriptedGenerator(self._tokenizer, looks).generate(prompt_ids)
-
-
 def test_images_of_tool_results(tmp_path: Path) -> None:
     get_trainer = galleries(tmp_path)
-    engine = ScriptedEngine(ScriptedGenerator(get_trainer()._tokenizer, looks))
+    engine = ScriptedEngine(ScriptedGenerator(looks))
     run = InProcessRun(get_trainer, engine=engine, correction="none").train()
-    plain = get_trainer(trainer_class=ScriptedTRL)
+    plain = get_trainer(trainer_class=writing(looks))
     plain.train()
     largest_difference(run.logs, training_logs(plain))
     assert run.logs[0]["tools/call_frequency"] == 0.5

@@ -23,8 +23,8 @@ from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.settings import TrainingSettings
 from async_grpo_ipc import WeightExporter
-from kit.in_process import build_model, build_tokenizer
 from kit.runs import ROOT
+from kit.tiny_trainer import build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
 

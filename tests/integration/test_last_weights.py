@@ -13,9 +13,10 @@ from async_grpo.api.result import Result
 from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir
 from async_grpo.training.last_weights import keep_last_weights
 from async_grpo.training.trl_trainer import fit
-from kit.in_process import InProcessRun, build_trainer
+from kit.in_process import InProcessRun
 from kit.runs import SETUP
 from kit.several_ranks import EXAMPLES
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -21,8 +21,9 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
 from async_grpo.training.trl_trainer import refuse_unsupported
 from async_grpo_ipc import WeightExporter, open_remote_memory
-from kit.in_process import InProcessRun, build_model, build_tokenizer, build_trainer
+from kit.in_process import InProcessRun
 from kit.runs import SETUP, command, finish
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ from async_grpo.tasks import score
 from async_grpo.verl_keys import Keys, planned
 from async_grpo.verl_keys.keys import ACTOR, ROLLOUT
 from async_grpo.verl_keys.trainer import trainer_from
-from kit.runs import ROOT, SETUP, command, steps_logged
+from kit.runs import ROOT, SETUP, command, ran, steps_logged
 
 pytestmark = pytest.mark.integration
 
@@ -83,12 +83,8 @@ def test_a_killed_run_is_continued_by_the_same_command_and_replayed(folder: Path
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 6 if run_dir.exists() else False, "step 6")
         run.process.kill()
         assert run.wait() != 0, run.output
-    with command(*keys, "--deterministic", cwd=folder, script=SCRIPT, OMP_NUM_THREADS="1") as run:
-        assert run.wait() == 0, run.output
-    assert "resuming" in run.output
-    with command(*keys, "--deterministic", cwd=folder, script=SCRIPT) as again:
-        assert again.wait() == 0, again.output
-    assert "nothing to do: run" in again.output
+    assert "resuming" in ran(*keys, "--deterministic", cwd=folder, script=SCRIPT, OMP_NUM_THREADS="1")
+    assert "nothing to do: run" in ran(*keys, "--deterministic", cwd=folder, script=SCRIPT)
     for check in (("audit", str(run_dir)), ("replay", str(run_dir), "-d", "cpu")):
         with command(*check, cwd=folder, OMP_NUM_THREADS="1") as run:
             assert run.wait() == 0, run.output

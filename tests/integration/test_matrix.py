@@ -19,7 +19,8 @@ from async_grpo.tokens import ids_and_logprobs
 from async_grpo.training.trl_trainer import refuse_unsupported
 from kit.compared_with_trl import largest_difference
 from kit.engines import group, run
-from kit.in_process import InProcessRun, replay_with_trl, training_logs
+from kit.in_process import InProcessRun, training_logs
+from kit.recorded_batches import replay_with_trl
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

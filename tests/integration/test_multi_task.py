@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
@@ -21,16 +18,12 @@ from async_grpo.tasks import MultiTask, score
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import LogCallback
-from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_logs
+from kit.compared_with_trl import run_as_trl_would
+from kit.in_process import InProcessRun, training_logs
+from kit.rows_of_tasks import TASKS, MultiTaskTrainer, multi_task_trainer, rows_of_tasks
+from kit.tiny_trainer import GROUP_SIZE, letters, plain_rows
 
 pytestmark = pytest.mark.integration
-
-NAMES = ("math", "logic", "math", "code", "math", "math", "logic", "math", "code", "math", "math", "math", "math", "x")
-TASKS = ("math", "logic", "code")
-
-
-class Trainer(MultiTask, GRPOTrainer): ...
 
 
 class TurnTrainer(MultiTask, TurnGRPOTrainer): ...
@@ -39,28 +32,14 @@ class TurnTrainer(MultiTask, TurnGRPOTrainer): ...
 class CriticTrainer(MultiTask, PPOTrainer): ...
 
 
-def rows() -> Dataset:
-    """13 rows: 9 of math, 2 of logic, 2 of code; each of a source of its own half of its task."""
-    given = [
-        {**row, "task": task, "data_source": f"{task}__{at % 2}", "ground_truth": json.dumps(at)}
-        for at, (row, task) in enumerate(zip(plain_rows(), NAMES, strict=True))
-    ]
-    return Dataset.from_list(given[:-1])
-
-
-def trainer_of(tmp_path: Path, given: dict[str, Any] | None = None, **changes: Any) -> Callable[..., Any]:
-    settled = {"trainer_class": Trainer, "train_dataset": rows(), "per_device_train_batch_size": 3 * GROUP_SIZE}
-    return settings(tmp_path, given, **{**settled, "max_steps": 6, **changes})
-
-
 def tasks_of(run: InProcessRun) -> list[Counter[str]]:
     return [Counter(group.job.row["task"] for group in batch) for batch in run.batches]
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, TurnTrainer])
+@pytest.mark.parametrize("trainer_class", [MultiTaskTrainer, TurnTrainer])
 def test_a_run_is_what_plain_trl_does_and_each_batch_has_each_task(tmp_path: Path, trainer_class: Any) -> None:
     """Two epochs of 4 batches; all figures are equal, those of the tasks too."""
-    run, plain = run_as_trl_would(trainer_of(tmp_path, trainer_class=trainer_class))
+    run, plain = run_as_trl_would(multi_task_trainer(tmp_path, trainer_class=trainer_class))
     assert tasks_of(run) == [Counter(TASKS)] * 6
     first = training_logs(plain)[0]
     assert {f"{task}/reward" for task in TASKS} <= first.keys()
@@ -79,7 +58,7 @@ def test_a_critic_and_several_tasks(tmp_path: Path, mtl: str) -> None:
     of_ppo = {"config_class": PPOConfig, "num_generations": 1, "critic_learning_rate": 1e-3}
     batch = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
     run, plain = run_as_trl_would(
-        trainer_of(
+        multi_task_trainer(
             tmp_path, {"mtl": mtl}, trainer_class=CriticTrainer, max_steps=4, loss_type="grpo", **of_ppo, **batch
         ),
         padding="trl",  # AdamW makes full steps of rounding in small gradients
@@ -90,13 +69,13 @@ def test_a_critic_and_several_tasks(tmp_path: Path, mtl: str) -> None:
     assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in theirs)
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, CriticTrainer])
+@pytest.mark.parametrize("trainer_class", [MultiTaskTrainer, CriticTrainer])
 def test_checkpoints_and_evaluations_are_timed_once_and_named(tmp_path: Path, trainer_class: Any) -> None:
     """Both classes of a pair measure; a dictionary of datasets is one evaluation. Logged with the step after."""
     of_ppo = {"config_class": PPOConfig} if trainer_class is CriticTrainer else {}
     saved = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
-    evaluated = {"eval_dataset": {"math": rows().select([0, 2]), "logic": rows().select([1])}}
-    trainer = trainer_of(tmp_path, evaluated, trainer_class=trainer_class, **of_ppo, **saved)()
+    evaluated = {"eval_dataset": {"math": rows_of_tasks().select([0, 2]), "logic": rows_of_tasks().select([1])}}
+    trainer = multi_task_trainer(tmp_path, evaluated, trainer_class=trainer_class, **of_ppo, **saved)()
     noted: list[str] = []
     note = trainer.note_seconds
 
@@ -123,7 +102,7 @@ def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
         return [None] * len(completions)
 
     none.__name__ = letters.__name__
-    get_trainer = trainer_of(
+    get_trainer = multi_task_trainer(
         tmp_path,
         reward_funcs=[letters, none],
         reward_weights=[2.0, 1.0],
@@ -139,8 +118,8 @@ def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
 
 
 def test_proportional_is_the_order_of_trl(tmp_path: Path) -> None:
-    ours = InProcessRun(trainer_of(tmp_path, {"mtl": "proportional"})).train()
-    theirs = InProcessRun(trainer_of(tmp_path, trainer_class=GRPOTrainer)).train()
+    ours = InProcessRun(multi_task_trainer(tmp_path, {"mtl": "proportional"})).train()
+    theirs = InProcessRun(multi_task_trainer(tmp_path, trainer_class=GRPOTrainer)).train()
     order = [[group.job.row for group in run.groups] for run in (ours, theirs)]
     assert order[0] == order[1]
     assert any(count != Counter(TASKS) for count in tasks_of(ours))
@@ -160,29 +139,33 @@ def test_proportional_is_the_order_of_trl(tmp_path: Path) -> None:
             "A batch of 2 groups cannot hold 3 tasks. .*proportional",
         ),
         ({}, {"train_dataset": plain_rows()}, "needs a train_dataset with a column task"),
-        ({}, {"train_dataset": rows().to_iterable_dataset()}, "needs a train_dataset with a column task"),
+        ({}, {"train_dataset": rows_of_tasks().to_iterable_dataset()}, "needs a train_dataset with a column task"),
         ({}, {"remove_unused_columns": True}, "remove_unused_columns"),
         ({}, {"reward_funcs": [score]}, "No reward for data_source"),
-        ({"eval_dataset": rows()}, {"reward_funcs": [score.using({"logic": letters})]}, "data_source 'code__0'"),
+        (
+            {"eval_dataset": rows_of_tasks()},
+            {"reward_funcs": [score.using({"logic": letters})]},
+            "data_source 'code__0'",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_when_the_trainer_is_built(
     tmp_path: Path, given: dict[str, Any], changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        trainer_of(tmp_path, given, **changes)()
+        multi_task_trainer(tmp_path, given, **changes)()
 
 
 def test_quotas_are_the_floor_and_can_be_left_out(tmp_path: Path) -> None:
     wide = {"per_device_train_batch_size": 7 * GROUP_SIZE}
-    assert trainer_of(tmp_path, **wide)().task_quotas == dict.fromkeys(TASKS, 2)
-    assert trainer_of(tmp_path, {"ensure_all_tasks_per_step": False}, **wide)().task_quotas is None
-    alone = trainer_of(tmp_path, {"mtl": "proportional"}, per_device_train_batch_size=GROUP_SIZE)
+    assert multi_task_trainer(tmp_path, **wide)().task_quotas == dict.fromkeys(TASKS, 2)
+    assert multi_task_trainer(tmp_path, {"ensure_all_tasks_per_step": False}, **wide)().task_quotas is None
+    alone = multi_task_trainer(tmp_path, {"mtl": "proportional"}, per_device_train_batch_size=GROUP_SIZE)
     assert alone().task_quotas is None
 
 
 def test_what_is_replaced_and_where_rewards_are_logged(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)()
+    trainer = multi_task_trainer(tmp_path)()
     assert {"_get_train_sampler", "_generate_and_score_completions"} <= set(overridden(trainer))
     assert not describe_overrides(trainer), "the setup file has written none of them"
     assert list(trainer._logs["rewards"]) == [] and trainer._logs["rewards"]["x"].maxlen is not None

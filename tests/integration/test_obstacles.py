@@ -17,8 +17,8 @@ from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest, write_stacks_on_signal
 from async_grpo.telemetry.activity import LOADING, activity
-from kit.in_process import build_trainer
 from kit.plans import planned
+from kit.tiny_trainer import build_trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
-from test_dialogues import Streaming, written
 
 from async_grpo.engines import PreparedGroup, SampledGroup
-from async_grpo.envs import Endpoint, OpenAIHarness
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-    jobs_of,
-    length,
-)
+from async_grpo.envs import Endpoint
+from kit.agents import agent_trainer, agent_worker, numbers_its_turns, said
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, Streaming
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, chat_rows
+from kit.tools import written
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
-ASK_S = 60.0
 DOUBLE = {
     "type": "function",
     "function": {
@@ -43,76 +31,15 @@ DOUBLE = {
 }
 
 
-@dataclass(frozen=True)
-class Response:
-    status: int
-    headers: Any
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-def sent(
-    endpoint: Endpoint,
-    body: Any,
-    key: str | None,
-    *,
-    path: str = "/chat/completions",
-    wait_s: float = ASK_S,
-    **more: str,
-) -> Response:
-    """A request by the standard library: `httpx` takes longer to make a client than the endpoint to answer it."""
-    address = urlsplit(endpoint.base_url + path)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=wait_s)
-    with contextlib.closing(connection):
-        authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
-        connection.request("POST", address.path, json.dumps(body), {**authorization, **more})
-        response = connection.getresponse()
-        return Response(response.status, response.headers, response.read())
-
-
-def posted(endpoint: Endpoint, messages: list[Any], **more: Any) -> Response:
-    return sent(endpoint, {"model": endpoint.model, "messages": messages, **more}, endpoint.api_key)
-
-
-def said(endpoint: Endpoint, messages: list[Any], **more: Any) -> Any:
-    """The message of the answer."""
-    response = posted(endpoint, messages, **more)
-    assert response.status == 200, response.body
-    return response.json()["choices"][0]["message"]
-
-
-def trainer_of(tmp_path: Path, agent: Any, *, template: str | None = QWEN3_CHAT_TEMPLATE, **changes: Any) -> Any:
-    given = {
-        "chat_template": template,
-        "train_dataset": chat_rows(),
-        "arguments": {"rollout_func": OpenAIHarness(agent)},
-        "reward_funcs": [length],
-        "max_completion_length": 300,
-    }
-    return build_trainer(tmp_path, **{**given, **changes})
-
-
-def worker_of(tmp_path: Path, agent: Any, engine_of: Any, reply: Any, **changes: Any) -> InProcessWorker:
-    trainer = trainer_of(tmp_path, agent, **changes)
-    return InProcessWorker(trainer, engine_of(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)))
-
-
 def two_turns(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:
     first = said(endpoint, prompt)
     second = said(endpoint, [*prompt, first, {"role": "user", "content": "And now?"}])
     return {"final": second["content"]}
 
 
-def counts(prompt: str, index: int) -> str:
-    turn = prompt.count("<|im_start|>assistant") - 1
-    return f"turn {turn} of {index}"
-
-
 @engines
 def test_turns_of_an_agent_are_one_completion(engine_of: Any, tmp_path: Path) -> None:
-    worker = worker_of(tmp_path, two_turns, engine_of, counts)
+    worker = agent_worker(tmp_path, two_turns, engine_of, numbers_its_turns)
     [group] = worker.generate(jobs_of(chat_rows(1)))
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
     between = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
@@ -138,7 +65,7 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
             answer = await asyncio.to_thread(said, endpoint, messages, max_tokens=6, temperature=1.0)
             messages += [answer, {"role": "user", "content": "go on"}]
 
-    trainer = trainer_of(tmp_path, agent, max_completion_length=64)
+    trainer = agent_trainer(tmp_path, agent, max_completion_length=64)
     worker = InProcessWorker(trainer)
     [group] = worker.generate(jobs_of(chat_rows(1)))
     assert group.metrics["agent/turns"] == [2.0]
@@ -166,7 +93,9 @@ class NewWeightsEachTurn(Streaming):
 
 
 def test_each_token_has_the_version_that_sampled_it_and_the_tokens_that_were_kept(tmp_path: Path) -> None:
-    [group] = worker_of(tmp_path, two_turns, NewWeightsEachTurn, counts).generate(jobs_of(chat_rows(1)), version=4)
+    [group] = agent_worker(tmp_path, two_turns, NewWeightsEachTurn, numbers_its_turns).generate(
+        jobs_of(chat_rows(1)), version=4
+    )
     assert group.version == 4
     for tokens in group.tokens:
         versions, sets, mask = tokens.versions, tokens.kept, tokens.mask
@@ -187,7 +116,7 @@ def test_tools_of_an_agent(tmp_path: Path) -> None:
     def reply(prompt: str, index: int) -> str:
         return "done" if "<tool_response>" in prompt else written(("double", {"number": 21}))
 
-    [group] = worker_of(tmp_path, agent, Streaming, reply).generate(jobs_of(chat_rows(1)))
+    [group] = agent_worker(tmp_path, agent, Streaming, reply).generate(jobs_of(chat_rows(1)))
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
     assert "Double a number." in tokenizer.decode(group.prompt_ids[0])
     assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(group.completion_ids[0])

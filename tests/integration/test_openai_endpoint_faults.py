@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dialogue_faults import ended
-from test_dialogues import Streaming, double
-from test_openai_endpoint import Response, counts, posted, said, sent, trainer_of, worker_of
 from transformers.trainer_utils import IntervalStrategy
 
 from async_grpo.engines import PreparedGroup, SampledGroup
@@ -22,14 +19,19 @@ from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.endpoint.agents import MOST_LEFT_BEHIND
 from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.setup.openai_harness import check_agent
-from kit.in_process import DEADLINE_S, InProcessWorker, build_tokenizer, chat_rows, jobs_of
+from kit.agents import Response, agent_trainer, agent_worker, numbers_its_turns, posted, said, sent
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import Streaming
+from kit.tiny_trainer import build_tokenizer, chat_rows
+from kit.tools import double
+from kit.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.integration
 NEXT = {"role": "user", "content": "And now?"}
 
 
-def streaming(tmp_path: Path, agent: Any, reply: Any = counts, **changes: Any) -> InProcessWorker:
-    return worker_of(tmp_path, agent, Streaming, reply, **changes)
+def streaming(tmp_path: Path, agent: Any, reply: Any = numbers_its_turns, **changes: Any) -> InProcessWorker:
+    return agent_worker(tmp_path, agent, Streaming, reply, **changes)
 
 
 def one(worker: InProcessWorker) -> Any:
@@ -110,7 +112,7 @@ def test_an_error_costs_its_group_alone(tmp_path: Path) -> None:
         posted(endpoint, prompt, **({"n": 2} if prompt[0]["content"] == "a" else {}))
 
     worker = streaming(tmp_path, agent)
-    found = ended(worker, jobs_of(chat_rows(2)))
+    found = worker.ended(2, jobs_of(chat_rows(2)))
     assert isinstance(found[0].error, UnsupportedError)
     assert found[1].error is None
 
@@ -275,7 +277,7 @@ def test_too_many_agents_that_hang_end_the_worker(hung: threading.Event, tmp_pat
     turns: Any = worker.calls
     turns._harness._timeout_s = 0.05
     with pytest.raises(GeneratorError, match="calls of the agent still run"):
-        ended(worker, jobs_of(chat_rows(1), group_size=MOST_LEFT_BEHIND + 1))
+        worker.ended(1, jobs_of(chat_rows(1), group_size=MOST_LEFT_BEHIND + 1))
         worker.calls.step()
     over.set()
 
@@ -315,7 +317,7 @@ def test_a_client_that_hangs_up(comes_back: bool, tmp_path: Path) -> None:
             answers.append(said(endpoint, prompt)["content"])
             assert said(endpoint, [*prompt, {"role": "assistant", "content": answers[-1]}, NEXT])
 
-    worker = worker_of(tmp_path, agent, gated, counts)
+    worker = agent_worker(tmp_path, agent, gated, numbers_its_turns)
     if not comes_back:
         with pytest.raises(UnsupportedError, match="returned without an answer"):
             one(worker)
@@ -326,7 +328,7 @@ def test_a_client_that_hangs_up(comes_back: bool, tmp_path: Path) -> None:
 
 
 def test_a_retry_that_says_so_gets_the_same_answer(tmp_path: Path) -> None:
-    """The answer was on its way when the connection broke: the `openai` client asks again, and counts."""
+    """The answer was on its way when the connection broke: the `openai` client asks again, and numbers_its_turns."""
 
     def agent(prompt: list[Any], endpoint: Endpoint) -> None:
         first = said(endpoint, prompt)
@@ -347,11 +349,11 @@ def test_what_cannot_be_asked_is_refused_when_the_worker_starts(
     if "tools" in changes:
         changes = {"arguments": {"rollout_func": OpenAIHarness(raises), **changes}}
     with pytest.raises(UnsupportedError, match=sentence):
-        InProcessWorker(trainer_of(tmp_path, raises, **changes))
+        InProcessWorker(agent_trainer(tmp_path, raises, **changes))
 
 
 def test_an_evaluation_of_trl_is_refused_at_the_start(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, raises)
+    trainer = agent_trainer(tmp_path, raises)
     check_agent(trainer)
     trainer.args.eval_strategy = IntervalStrategy.STEPS
     with pytest.raises(UnsupportedError, match=r"eval_strategy='steps'.*--eval-every"):
@@ -360,4 +362,4 @@ def test_an_evaluation_of_trl_is_refused_at_the_start(tmp_path: Path) -> None:
 
 def test_plain_trl_is_told_that_it_needs_a_worker(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="train with --distributed"):
-        trainer_of(tmp_path, raises).train()
+        agent_trainer(tmp_path, raises).train()

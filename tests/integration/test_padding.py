@@ -25,7 +25,9 @@ from async_grpo.tasks.gradients import OF_BATCHES, OF_ROWS, OF_TOKENS
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 from async_grpo.training.padding import METRIC, Unpadded, computes_pieces, dealt_by_length, exchanging
 from kit.compared_with_trl import TOLERANCE, comparable, largest_difference, settings
-from kit.in_process import InProcessRun, build_model, build_tokenizer, build_trainer, replay_with_trl, training_logs
+from kit.in_process import InProcessRun, training_logs
+from kit.recorded_batches import replay_with_trl
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 

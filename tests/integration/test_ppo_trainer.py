@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_turn_trainer import QWEN3_CHAT_TEMPLATE, Script, called, double, reply, says_eight
 from torch import Tensor, nn
 from transformers import Qwen3ForTokenClassification
 
@@ -22,17 +21,12 @@ from async_grpo.training.before_start import refuse
 from async_grpo.training.checkpoints import bytes_needed
 from async_grpo.training.hyperparameters import hyperparameters
 from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import (
-    InProcessRun,
-    ScriptedEngine,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    config,
-    letters,
-    training_logs,
-)
+from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replaying
+from kit.scripted import ScriptedEngine
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, config, letters
+from kit.tools import double
+from kit.turns import Script, called, reply, says_eight
 
 pytestmark = pytest.mark.integration
 
@@ -180,7 +174,7 @@ def test_turns_of_a_dialogue(tmp_path: Path) -> None:
         mask_truncated_completions=True,
         critic_learning_rate=1e-9,
     )
-    engine = ScriptedEngine(Script(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply))
+    engine = ScriptedEngine(Script(reply))
     run = InProcessRun(get_trainer, engine=engine).train()
     batch = run.inputs[0]
     written = (batch["completion_mask"] * batch["tool_mask"]).bool()

@@ -11,7 +11,9 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from kit.compared_with_trl import settings
-from kit.in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, ScriptedEngine, ScriptedGenerator, build_tokenizer, length
+from kit.in_process import InProcessRun
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, length
 
 pytestmark = pytest.mark.integration
 
@@ -27,14 +29,9 @@ def varying() -> Callable[[], Any]:
     return Varying
 
 
-class ScriptedTRL(GRPOTrainer):
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return echo().generate(prompt_ids)
-
-
-def echo() -> ScriptedGenerator:
-    """Repeats the digits of the prompt, so that the completion says what it was sampled from."""
-    return ScriptedGenerator(build_tokenizer(), lambda prompt, _: digits(prompt))
+def repeats_digits(prompt: str, index: int) -> str:
+    """So that the completion says what it was sampled from."""
+    return digits(prompt)
 
 
 def digits(text: str) -> str:
@@ -69,12 +66,12 @@ def test_environments_whose_reset_varies(with_prompt: bool, tmp_path: Path) -> N
         )
         return made(**changes)
 
-    run = InProcessRun(get_trainer, engine=ScriptedEngine(echo())).train()
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(repeats_digits))).train()
     trained = prompts_and_completions(run)
     assert [digits(prompt) for prompt, _ in trained] == [digits(completion) for _, completion in trained]
     assert len({prompt for prompt, _ in trained}) == len(trained) == 16
 
-    plain: Any = get_trainer(trainer_class=ScriptedTRL)
+    plain: Any = get_trainer(trainer_class=writing(repeats_digits))
     plain.train()
     assert list(run.trainer._logs["prompt"]) == list(plain._logs["prompt"]), "the observation is logged"
     assert list(run.trainer._logs["completion"]) == list(plain._logs["completion"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.runs import IN_MID_BATCH, SETUP, command
+from kit.runs import IN_MID_BATCH, SETUP, ran
 from kit.several_ranks import EXAMPLES, killed_resumed_and_stopped, same_training, same_weights
 
 pytestmark = pytest.mark.integration
@@ -40,15 +40,13 @@ def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_r
     assert share.exists()
     resume = ["train", str(SETUP), "-n", "1", "--resume", "--steps", "15"]
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
-    with command(*resume, *DDP, cwd=folder, **env) as run:
-        assert run.wait() == 2, run.output
+    said = ran(*resume, *DDP, cwd=folder, **env, code=2)
     sentence = "was written in the middle of a generation batch by a trainer of {}, and this one has {}"
-    assert sentence.format("1 rank", 2) in run.output
+    assert sentence.format("1 rank", 2) in said
     log = (folder / "worker/log_parameter_server.txt").read_text()
     assert log.count(sentence.format("1 rank", 2)) == 1, "rank 0 has said so"
     assert "has died" not in log and "Traceback" not in log, "the other ended in silence"
 
     share.with_name("rollout_batch.rank1.safetensors").write_bytes(share.read_bytes())
-    with command(*resume, "--accelerate-config", "none", "--dry-run", cwd=folder, **env) as run:
-        assert run.wait() == 2, run.output
-    assert sentence.format("2 ranks", 1) in run.output
+    shown = ran(*resume, "--accelerate-config", "none", "--dry-run", cwd=folder, **env, code=2)
+    assert sentence.format("2 ranks", 1) in shown

@@ -10,18 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kit.runs import IN_MID_BATCH, SETUP, audited, command, finish, gone, read, steps_logged
+from kit.runs import IN_MID_BATCH, SETUP, audited, command, finish, logged, read, steps_logged
 from kit.several_ranks import EXAMPLES, config_of, ranks, same_training
+from kit.waiting import until_gone
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 FSDP2 = str(EXAMPLES / "fsdp2.yaml")
 SHARDED_SETUP = SETUP.with_name("sharded_model.py")
-
-
-def logged(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "worker/metrics.jsonl").read_text().splitlines()
-    return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -44,7 +40,7 @@ def test_sharded_ranks_scale_their_steps_as_one_process_does(tmp_path: Path) -> 
         folder.mkdir()
         finish(folder, *options, config, setup=SHARDED_SETUP, TEST_GRPO=json.dumps(IN_MID_BATCH))
     same_training(sharded, one, steps=8)
-    scales, expected = ([line["async/rate_scale"] for line in logged(folder)] for folder in (sharded, one))
+    scales, expected = ([line["async/rate_scale"] for line in logged(folder / "worker")] for folder in (sharded, one))
     assert scales == pytest.approx(expected, abs=1e-4)
     assert min(scales) < 0.999
 
@@ -65,7 +61,7 @@ def test_sharded_ranks_are_resumed_in_the_middle_of_a_batch(processes: int, undi
     named = re.search(r"Ranks? ([\d, ]+) of the trainer \(pids? [\d, ]+\) ha(s|ve) died", run.output)
     assert named is not None and str(processes - 1) in named[1].split(", "), run.output
     assert "Traceback" not in run.output, "each rank has found out who died"
-    assert gone(everybody)
+    until_gone(everybody)
 
     step = max(steps_logged(run_dir))
     with command(*arguments, "--resume", cwd=tmp_path, **env) as run:

@@ -24,7 +24,8 @@ from async_grpo.setup.replaced import original, patched_here, users_class
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.prompts import prompt_rows
 from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import PROMPTS, InProcessRun, build_trainer
+from kit.in_process import InProcessRun
+from kit.tiny_trainer import PROMPTS, build_trainer
 
 pytestmark = pytest.mark.integration
 

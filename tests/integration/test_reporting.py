@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ from transformers.integrations import integration_utils
 
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import CurvesCallback, report
-from kit.in_process import InProcessRun, build_trainer
+from kit.in_process import InProcessRun
+from kit.runs import lines_of
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +49,7 @@ def test_what_report_to_names_is_told_everything(run: InProcessRun, tmp_path: Pa
     assert [entry["step"] for entry in steps] == [1, 2]
     ours = {"async/staleness_mean", "async/rollouts_per_second", "async/trainer_wait_fraction"}
     assert ours | {"reward", "rewards/letters/mean", "completions/mean_length", "grad_norm"} <= steps[0].keys()
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = lines_of(tmp_path / "metrics.jsonl")
     assert [set(entry) - {"monotonic_s"} for entry in written] == [set(entry) for entry in tracker.told]
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))  # nobody named another one
 

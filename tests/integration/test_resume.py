@@ -20,8 +20,8 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.training.checkpoints import CheckpointFolder, resume
 from async_grpo.training.hyperparameters import configuration
-from kit.in_process import build_model, build_tokenizer, build_trainer, plain_rows
 from kit.plans import planned
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
 

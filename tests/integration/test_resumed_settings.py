@@ -19,7 +19,7 @@ from async_grpo.training.corrections.rule import rule
 from async_grpo.training.hyperparameters import configuration
 from async_grpo.training.resumed_settings import APPLIED, KEPT, OF_THE_BATCH, REFUSED, check_settings
 from async_grpo.training.trl_trainer import TrainingEvents, make_async
-from kit.in_process import build_trainer
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,8 @@ from async_grpo.records import Timings
 from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens, ids_and_logprobs
-from kit.in_process import InProcessWorker, build_trainer, chat_rows, jobs_of, plain_rows
+from kit.in_process import InProcessWorker, jobs_of
+from kit.tiny_trainer import build_trainer, chat_rows, plain_rows
 
 GROUP_SIZE = 2
 TOKENS = 200

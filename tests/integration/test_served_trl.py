@@ -22,7 +22,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
 from async_grpo.roles import served_trl
 from async_grpo.roles.served_trl import HOOKS, own_server
 from kit.fake_vllm_server import MortalServer, send_weights_by_http, serving
-from kit.in_process import build_trainer
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 

@@ -12,16 +12,9 @@ import pytest
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.setup.generator_choice import VLLM
 from async_grpo.tokens import Tokens
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-    jobs_of,
-    letters,
-    multiply,
-)
+from kit.in_process import InProcessWorker, jobs_of
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer, chat_rows, letters
+from kit.tools import multiply
 
 pytestmark = pytest.mark.integration
 GROUPS = 3

@@ -11,7 +11,7 @@ import pytest
 from async_grpo.roles.plain_trl import read_progress
 from async_grpo.rundir.paths import RunDir
 from async_grpo_experiments.slots.ledger import read
-from kit.runs import SETUP, command
+from kit.runs import SETUP, command, ran, steps_logged
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6", "--stagger", "0")
@@ -32,9 +32,7 @@ def test_a_killed_sweep_leaves_no_process_and_is_resumed_from_checkpoints(tmp_pa
         sweep.process.kill()
         sweep.process.wait()
         assert not psutil.wait_procs(family, timeout=60)[1]
-    with command("sweep", "--resume", cwd=tmp_path, **env) as sweep:
-        assert sweep.wait() == 0, sweep.output
-    assert "n = 2 of 2 seeds (1, 2)." in sweep.output
+    assert "n = 2 of 2 seeds (1, 2)." in ran("sweep", "--resume", cwd=tmp_path, **env)
     for run in runs:
         state = RunDir(run).read_state()
         assert state is not None and (state.state, state.step) == ("finished", 18)
@@ -60,10 +58,8 @@ def test_plain_trl_runs_in_a_sweep_stops_with_a_checkpoint_and_continues(tmp_pat
     stopped = [step(run) for run in runs]
     assert all(2 <= found <= 12 for found in stopped) and min(stopped) < 12, stopped
     assert all((run.parent / f"checkpoint-{found}").is_dir() for run, found in zip(runs, stopped, strict=True))
-    with command("sweep", "--resume", cwd=tmp_path, **env) as sweep:
-        assert sweep.wait() == 0, sweep.output
+    shown = ran("sweep", "--resume", cwd=tmp_path, **env)
     records = read(tmp_path / "outputs" / "sweep_random_model" / "slots.jsonl")
     assert {record.state for record in records.values()} == {"finished"}
-    assert "| 12 | 2 |" in sweep.output
-    lines = map(json.loads, (runs[0] / "metrics.jsonl").read_text().splitlines())
-    assert sorted({line["step"] for line in lines if "loss" in line}) == list(range(1, 13))  # none was skipped
+    assert "| 12 | 2 |" in shown
+    assert sorted({*steps_logged(runs[0])}) == list(range(1, 13))  # none was skipped

@@ -12,21 +12,12 @@ from trl import GRPOTrainer
 from async_grpo.envs import with_tags
 from async_grpo.envs.tags import STOPS
 from kit.compared_with_trl import settings
-from kit.in_process import (
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    chat_rows,
-    jobs_of,
-    length,
-)
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
+from kit.tiny_trainer import build_tokenizer, chat_rows, length
+from kit.tools import CHATML
 
 pytestmark = pytest.mark.integration
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 CALL = '<tool>{"name": "double", "args": {"number": %s}}</tool>'
 SCRIPT: list[list[str]] = [  # by the completion's index, what it writes turn by turn
     [CALL % 2, CALL % 4, "<answer>eight</answer>"],
@@ -56,13 +47,6 @@ class Tagged(GRPOTrainer):
         super().__init__(processing_class=with_tags(processing_class), **arguments)
 
 
-class ByScript(Tagged):
-    """Plain TRL whose model writes the script, and ends its messages itself."""
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return ScriptedGenerator(self._tokenizer, reply).generate(prompt_ids)
-
-
 class Stopping(ScriptedGenerator):
     """Ends a message behind its first tag, as the engines do."""
 
@@ -90,10 +74,10 @@ def trainer_of(tmp_path: Path) -> Any:
 def test_dialogues_by_tags_are_as_in_plain_trl(tmp_path: Path) -> None:
     """Where the model ends its messages itself."""
     get_trainer = trainer_of(tmp_path)
-    script = ScriptedEngine(ScriptedGenerator(build_tokenizer(CHATML), reply))
+    script = ScriptedEngine(ScriptedGenerator(reply))
     groups = InProcessWorker(get_trainer(trainer_class=Tagged), script).rollouts(jobs_of(chat_rows(2)))
 
-    plain: Any = get_trainer(trainer_class=ByScript)
+    plain: Any = get_trainer(trainer_class=writing(reply, Tagged))
     plain._sync_tool_dicts, plain._async_tool_dicts = [{"double": double}] * 4, [{}] * 4
     prompts = [row["prompt"] for row in chat_rows(2) for _ in range(2)]
     _, completion_ids, masks, completions, *_ = plain._generate(prompts)
@@ -114,7 +98,7 @@ def test_dialogues_by_tags_are_as_in_plain_trl(tmp_path: Path) -> None:
 
 def test_a_message_that_a_tag_ended_is_ended_as_the_template_does_and_not_trained_on(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(CHATML)
-    worker = InProcessWorker(trainer_of(tmp_path)(trainer_class=Tagged), ScriptedEngine(Stopping(tokenizer, reply)))
+    worker = InProcessWorker(trainer_of(tmp_path)(trainer_class=Tagged), ScriptedEngine(Stopping(reply)))
     groups = worker.generate(jobs_of(chat_rows(2)))
     texts, trained = [], []
     for group in groups:
@@ -136,7 +120,7 @@ def test_the_last_message_stays_as_it_is_where_no_token_is_left(tmp_path: Path) 
     tokenizer = build_tokenizer(CHATML)
     worker = InProcessWorker(
         get_trainer(trainer_class=Tagged, max_completion_length=len("0#" + CALL % 2)),
-        ScriptedEngine(Stopping(tokenizer, reply)),
+        ScriptedEngine(Stopping(reply)),
     )
     (group,) = worker.generate(jobs_of(chat_rows(1)))
     assert tokenizer.decode(group.completion_ids[0]) == "0#" + CALL % 2

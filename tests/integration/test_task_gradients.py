@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_multi_task import TASKS, trainer_of
 
 from async_grpo.tasks import gradients
 from kit.compared_with_trl import run_as_trl_would
-from kit.in_process import GROUP_SIZE, InProcessRun
+from kit.in_process import InProcessRun
+from kit.rows_of_tasks import TASKS, multi_task_trainer
+from kit.tiny_trainer import GROUP_SIZE
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +21,7 @@ IN_PARTS = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_de
 
 def trained(tmp_path: Path, mtl: str, **changes: Any) -> InProcessRun:
     settled = {"per_device_train_batch_size": 5 * GROUP_SIZE, "max_steps": 3, "scale_rewards": "none", **changes}
-    return InProcessRun(trainer_of(tmp_path, {"mtl": mtl}, **settled), padding="trl").train()
+    return InProcessRun(multi_task_trainer(tmp_path, {"mtl": mtl}, **settled), padding="trl").train()
 
 
 def farthest(ours: InProcessRun, theirs: InProcessRun) -> float:
@@ -46,12 +47,14 @@ def test_shares_that_keep_their_weight_give_the_weights_of_equal(
     monkeypatch.setattr(gradients, "task_weights", lambda method, dots, seed: torch.ones(len(dots), dtype=dots.dtype))
     ours, theirs = trained(tmp_path, "pcgrad", **changes), trained(tmp_path, "equal", **changes)
     assert farthest(ours, theirs) < 1e-6
-    assert farthest(ours, InProcessRun(trainer_of(tmp_path, max_steps=1))) > 1e-4, "something was learnt"
+    assert farthest(ours, InProcessRun(multi_task_trainer(tmp_path, max_steps=1))) > 1e-4, "something was learnt"
     assert [one["loss"] for one in ours.logs] == pytest.approx([one["loss"] for one in theirs.logs], abs=1e-6)
 
 
 def test_a_run_is_what_plain_trl_does_and_says_where_tasks_conflict(tmp_path: Path) -> None:
-    run, _ = run_as_trl_would(trainer_of(tmp_path, {"mtl": "pcgrad"}, per_device_train_batch_size=6 * GROUP_SIZE))
+    run, _ = run_as_trl_would(
+        multi_task_trainer(tmp_path, {"mtl": "pcgrad"}, per_device_train_batch_size=6 * GROUP_SIZE)
+    )
     for entry in run.logs:
         assert entry["loss"] == pytest.approx(sum(entry[f"actor/{task}_loss"] for task in TASKS), abs=1e-5)
         assert 0 <= entry["mtl/conflicts"] <= 1 and -1 <= entry["mtl/cosine_min"] <= 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.runs import SETUP, finish
-from kit.several_ranks import config_of, logged, same_training, same_weights
+from kit.runs import SETUP, finish, logged
+from kit.several_ranks import config_of, figures, same_training, same_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -25,8 +25,7 @@ def trained(folder: Path, config: str, **env: str) -> Path:
 
 
 def measured(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "worker/metrics.jsonl").read_text().splitlines())
-    return [entry[name] for entry in lines if "loss" in entry for name in ("mtl/cosine_min", "actor/long_loss")]
+    return [entry[name] for entry in logged(folder / "worker") for name in ("mtl/cosine_min", "actor/long_loss")]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +54,4 @@ def test_two_ranks_accumulate_as_they_train_at_once(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", str(config), TEST_SHARDED="1")
     parts = trained(tmp_path / "parts", str(config), TEST_SHARDED="1", TEST_GRPO=IN_PARTS)
     same_training(parts, whole, steps=STEPS, accumulates=True)
-    assert [entry["grad_norm"] for entry in logged(parts).values()]
+    assert [entry["grad_norm"] for entry in figures(parts).values()]

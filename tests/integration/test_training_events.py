@@ -15,7 +15,8 @@ from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import fit
-from kit.in_process import InProcessRun, build_trainer, plain_rows
+from kit.in_process import InProcessRun
+from kit.tiny_trainer import build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
 

@@ -17,8 +17,9 @@ from async_grpo.errors import AsyncGRPOError
 from async_grpo.setup.generated.trl_command import TRLCommand
 from async_grpo.training.trl_trainer import fit
 from kit.compared_with_trl import largest_difference
-from kit.in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, training_logs
+from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replaying
+from kit.tiny_trainer import PROMPTS, build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
 

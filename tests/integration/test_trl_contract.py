@@ -38,7 +38,7 @@ from async_grpo.credit import PPOConfig
 from async_grpo.setup.grpo_config.values import SOURCES, annotations_in, field_types, parsed
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training.schedule import groups_per_round
-from kit.in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
 
 pytestmark = pytest.mark.integration
 

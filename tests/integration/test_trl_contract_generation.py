@@ -12,7 +12,7 @@ from trl_contract import PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, tw
 
 from async_grpo.rollout.trl_view import COUNTED_BY_TRL
 from async_grpo.training import trl_trainer as training_hooks
-from kit.in_process import QWEN3_CHAT_TEMPLATE, build_trainer, letters, plain_rows
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, letters, plain_rows
 
 pytestmark = pytest.mark.integration
 

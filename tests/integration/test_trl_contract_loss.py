@@ -22,7 +22,8 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup import trl_compat
 from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
 from async_grpo.training.hyperparameters import hyperparameters
-from kit.in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, build_trainer, chat_rows, letters, plain_rows
+from kit.in_process import InProcessRun
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters, plain_rows
 
 pytestmark = pytest.mark.integration
 

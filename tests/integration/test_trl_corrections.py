@@ -22,7 +22,10 @@ from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from kit.compared_with_trl import largest_difference, run_as_trl_would, settings
-from kit.in_process import InProcessRun, build_trainer, replay_with_trl, training_logs
+from kit.in_process import InProcessRun, training_logs
+from kit.own_code import OwnForwardPass, OwnLoss
+from kit.recorded_batches import replay_with_trl
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -161,15 +164,6 @@ class AddsToTheLoss(GRPOTrainer):
         return super()._compute_loss(model, {**inputs}) + 0.0
 
 
-class OwnLoss(GRPOTrainer):
-    """A loss like Unsloth's: it replaces `compute_loss`, and takes advantages of either shape."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        return GRPOTrainer._compute_loss(self, model, inputs)
-
-
 class OwnLossOfOurs(GRPOTrainer):
     """A trainer of this package that declares nothing: its code decides, as that of a user's class."""
 
@@ -279,18 +273,6 @@ def test_the_weights_are_of_the_model_that_trains(tmp_path: Path) -> None:
     for ours, theirs in zip(*logs, strict=True):
         for name in ("grad_norm", "async/ratio_max", "async/weight_changed_fraction"):
             assert theirs[name] == pytest.approx(ours[name], abs=1e-5), name
-
-
-class OwnForwardPass(GRPOTrainer):
-    """A loss with a forward pass of its own."""
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
-        log_pi = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
-        advantages = inputs["advantages"].view(len(ids), -1)
-        return -(advantages * log_pi * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
 
 
 class OwnForwardPassWithWeights(GRPOTrainer):

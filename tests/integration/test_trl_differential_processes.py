@@ -17,7 +17,8 @@ from async_grpo.archive.groups import FinishedGroups, UsedStep
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.reading import LineReader
 from kit.compared_with_trl import largest_difference, own_names
-from kit.in_process import replay_with_trl, training_logs
+from kit.in_process import training_logs
+from kit.recorded_batches import replay_with_trl
 from kit.runs import SETUP, command, finish
 from kit.setups import audited_cases
 

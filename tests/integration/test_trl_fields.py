@@ -8,23 +8,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from test_trl_tools import TOOL_CALL, multiply, says_twelve
 from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
 
 from async_grpo.setup.setup_file import _failed
 from async_grpo.training.corrections.checks import describe_noise
 from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    plain_rows,
-)
+from kit.in_process import InProcessRun
+from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, plain_rows
+from kit.tools import TOOL_CALL, multiply, says_twelve
 
 pytestmark = pytest.mark.integration
 
@@ -68,8 +61,7 @@ def test_the_cache_that_workers_sample_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_the_limit_of_tool_calls(limit: int, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    engine = ScriptedEngine(ScriptedGenerator(tokenizer, lambda prompt, index: f"again{TOOL_CALL}"))
+    engine = ScriptedEngine(ScriptedGenerator(lambda prompt, index: f"again{TOOL_CALL}"))
     get_trainer = settings(
         tmp_path,
         {"tools": [multiply]},

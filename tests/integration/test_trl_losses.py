@@ -16,12 +16,9 @@ from peft import LoraConfig
 
 from async_grpo.training.corrections.rule import Rule, rule
 from kit.compared_with_trl import TOLERANCE, largest_difference, run_as_trl_would, settings
-from kit.in_process import (
-    InProcessRun,
-    letters,
-    replay_with_trl,
-    training_logs,
-)
+from kit.in_process import InProcessRun, training_logs
+from kit.recorded_batches import replay_with_trl
+from kit.tiny_trainer import letters
 
 pytestmark = pytest.mark.integration
 

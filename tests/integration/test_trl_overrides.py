@@ -15,20 +15,11 @@ from async_grpo.setup import overrides
 from async_grpo.setup.overrides import check_overrides, overridden
 from async_grpo.training.prompts import prompt_rows
 from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import InProcessRun, build_trainer
+from kit.in_process import InProcessRun
+from kit.own_code import Backwards, ReadsOldLogProbabilities, Shortened
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
-
-
-class Backwards(GRPOTrainer):
-    """Reads the data from its end."""
-
-    def get_train_dataloader(self) -> Any:
-        rows = [row for row in reversed(list(self.train_dataset)) for _ in range(self.num_generations)]
-        size = self.args.generation_batch_size
-        batches = [rows[at : at + size] for at in range(0, len(rows) - size + 1, size)]
-        repeats = self.num_iterations * self.args.steps_per_generation
-        return DataLoader([batch for batch in batches for _ in range(repeats)], batch_size=1, collate_fn=lambda x: x[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "max_steps": 8}], ids=["once", "two iterations"])
@@ -67,14 +58,6 @@ def test_a_dataloader_without_groups_is_refused(tmp_path: Path) -> None:
         next(prompt_rows(build_trainer(tmp_path, trainer_class=Unrepeated)))
 
 
-class Shortened(GRPOTrainer):
-    """Drops the last token of each completion, once."""
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
-        return [ids[:-1] for ids in completion_ids], logprobs and [row[:-1] for row in logprobs]
-
-
 def test_a_single_turn_of_the_users_is_what_is_trained_on(tmp_path: Path) -> None:
     """Eight tokens are sampled, and the model never ends by itself."""
     run, plain = run_as_trl_would(settings(tmp_path, trainer_class=Shortened, max_completion_length=8))
@@ -95,13 +78,6 @@ def test_a_trainer_that_samples_twice_for_one_batch_is_refused(tmp_path: Path) -
     """It would get the same completions again, for ever if it waits for better ones."""
     with pytest.raises(UnsupportedError, match=r"SamplesAgain makes completions twice.*_prepare_inputs"):
         InProcessRun(settings(tmp_path, trainer_class=SamplesAgain)).train()
-
-
-class ReadsOldLogProbabilities(GRPOTrainer):
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        output = super()._generate_and_score_completions(inputs)
-        output["advantages"] = output["advantages"] - output["old_per_token_logps"].mean(-1)
-        return output
 
 
 def test_old_log_probabilities_are_there_for_who_reads_them(tmp_path: Path) -> None:

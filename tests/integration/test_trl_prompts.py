@@ -20,13 +20,8 @@ from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import refuse_unsupported
 from kit.compared_with_trl import settings
-from kit.in_process import (
-    PROMPTS,
-    InProcessRun,
-    build_trainer,
-    letters,
-    plain_rows,
-)
+from kit.in_process import InProcessRun
+from kit.tiny_trainer import PROMPTS, build_trainer, letters, plain_rows
 
 pytestmark = pytest.mark.integration
 

@@ -21,20 +21,17 @@ from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.training.job_issuer import plain_fields
 from kit.compared_with_trl import run_as_trl_would, settings
-from kit.in_process import (
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
+from kit.recorded_batches import replay_with_trl
+from kit.tiny_trainer import (
     QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
     build_model,
     build_tokenizer,
     build_trainer,
-    jobs_of,
     length,
     letters,
     plain_rows,
-    replay_with_trl,
     text_of,
-    training_logs,
 )
 
 pytestmark = pytest.mark.integration

@@ -29,7 +29,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.overrides import EFFECTS, HONOURED
 from async_grpo.training.before_start import refuse
-from kit.in_process import build_trainer
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,15 @@ from trl import GRPOTrainer
 
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.rollout.threads import main_thread
-from kit.compared_with_trl import own_names, settings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    chat_rows,
-    jobs_of,
-    length,
-    multiply,
-    plain_rows,
-    training_logs,
-)
+from kit.compared_with_trl import assert_same_counts, plain_scripted, scripted, settings
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
+from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, chat_rows, length, plain_rows
+from kit.tools import TOOL_CALL, counts_tool_results, multiply, says_twelve
 
 pytestmark = pytest.mark.integration
 
 
-TOOL_CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 BAD_CALL = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
 TOOL_RESULT = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
@@ -42,44 +30,6 @@ def calls_multiply(prompt: str, index: int) -> str:
     if "<tool_response>" in prompt:
         return "twelve"
     return f"let me see{TOOL_CALL}" if index % 2 == 0 else "eleven"
-
-
-class ScriptedTRL(GRPOTrainer):
-    """Plain TRL whose model writes what a script says."""
-
-    script: ScriptedGenerator
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self.script.generate(prompt_ids)
-
-
-def plain_scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> GRPOTrainer:
-    trainer: Any = get_trainer(trainer_class=ScriptedTRL)
-    trainer.script = ScriptedGenerator(trainer.processing_class, reply)
-    trainer.train()
-    return trainer
-
-
-def scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> InProcessRun:
-    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    return InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(tokenizer, reply))).train()
-
-
-def says_twelve(completions: list[Any], **_: Any) -> list[float]:
-    return [float(completion[-1]["content"] == "twelve") for completion in completions]
-
-
-def counts_tool_results(completions: list[Any], **_: Any) -> list[float]:
-    return [float(sum(message["role"] == "tool" for message in completion)) for completion in completions]
-
-
-def assert_same_counts(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """All metrics are equal that do not depend on the log-probabilities, which a script cannot know."""
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert own_names(mine) == set(reference)
-        for name, value in reference.items():
-            if name.startswith(("reward", "completions/", "tools/", "num_tokens", "frac_reward")):
-                assert mine[name] == pytest.approx(value), name
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -176,8 +126,7 @@ def test_a_tool_that_uses_signals(tmp_path: Path) -> None:
         return a * b
 
     trainer = settings(tmp_path, {"tools": [multiply]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=256)()
-    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(tokenizer, calls_multiply)))
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(calls_multiply)))
     groups: list[Any] = []
     main_thread.serve_while(lambda: groups.extend(worker.generate(jobs_of(chat_rows(1)))))
     assert groups[0].completions[0][1] == {"role": "tool", "name": "multiply", "content": "12"}
@@ -203,7 +152,7 @@ def test_a_dialogue_ends_where_the_context_of_the_engine_ends(tmp_path: Path) ->
         assert "<tool_response>" not in prompt, "the engine would refuse it"
         return calls_multiply(prompt, index)
 
-    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(tokenizer, reply)))
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(reply)))
     worker.trl.end_dialogues_before(prompt_tokens + 120)
     (group,) = worker.rollouts(jobs_of(chat_rows(1)))
     assert [[message["role"] for message in completion] for completion in group.completions] == [["assistant"]] * 2

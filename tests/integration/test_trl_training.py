@@ -12,7 +12,8 @@ from trl import GRPOTrainer
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.overrides import check_callbacks
 from kit.compared_with_trl import settings
-from kit.in_process import InProcessRun, build_trainer, plain_rows
+from kit.in_process import InProcessRun
+from kit.tiny_trainer import build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
 

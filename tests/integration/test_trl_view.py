@@ -19,17 +19,9 @@ from trl import GRPOTrainer
 
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.trl_view import NOT_HERE
-from kit.compared_with_trl import own_names, run_as_trl_would, settings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    TIMES,
-    InProcessRun,
-    InProcessWorker,
-    build_trainer,
-    jobs_of,
-    letters,
-    plain_rows,
-)
+from kit.compared_with_trl import TIMES, own_names, run_as_trl_would, settings
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, letters, plain_rows
 
 pytestmark = pytest.mark.integration
 

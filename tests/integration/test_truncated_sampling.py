@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trl_corrections import OwnForwardPass, OwnLoss
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -27,6 +26,7 @@ from async_grpo.tokens.kept_tokens import unpack
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 from kit.compared_with_trl import settings
 from kit.in_process import InProcessRun
+from kit.own_code import OwnForwardPass, OwnLoss
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_dialogues import double, written
 from trl import GRPOTrainer
 from trl_contract import moved
 
@@ -24,37 +23,13 @@ from async_grpo.training.corrections.rule import rule
 from async_grpo.training.groups_for_trl import require_columns
 from async_grpo.training.trl_trainer import uniform_rewards
 from kit.compared_with_trl import own_names, settings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    chat_rows,
-    jobs_of,
-    training_logs,
-)
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
+from kit.scripted import ScriptedEngine
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
+from kit.tools import double
+from kit.turns import Script, called, reply, says_eight
 
 pytestmark = pytest.mark.integration
-
-
-def reply(prompt: str, index: int) -> str:
-    if "<tool_response>" in prompt:
-        return "four" if index % 2 else "eight"
-    return written(("double", {"number": index % 4 + 1})) if index % 4 else "no"
-
-
-class Script(ScriptedGenerator):
-    """Does not come to the end of "eight"."""
-
-    def generate(self, prompt_ids: Any) -> Any:
-        made, logprobs = super().generate(prompt_ids)
-        eos = self._tokenizer.eos_token_id
-        left = [len(ids) - ("eight" in self._tokenizer.decode(ids)) * (ids[-1] == eos) for ids in made]
-        return [ids[:n] for ids, n in zip(made, left, strict=True)], [
-            row[:n] for row, n in zip(logprobs, left, strict=True)
-        ]
 
 
 class Scripted(TurnGRPOTrainer):
@@ -63,20 +38,12 @@ class Scripted(TurnGRPOTrainer):
     batches: list[dict[str, Any]]
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return Script(self._tokenizer, reply).generate(prompt_ids)
+        return Script(reply).generate(prompt_ids)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         self.batches = [*getattr(self, "batches", []), output]
         return output
-
-
-def says_eight(completions: list[Any], **_: Any) -> list[float]:
-    return [float(completion[-1]["content"] == "eight") for completion in completions]
-
-
-def called(completions: list[Any], **_: Any) -> list[float]:
-    return [0.2 * (len(completion) > 1) for completion in completions]
 
 
 async def each_turn(completions: list[Any], **_: Any) -> list[list[float | None]]:
@@ -102,7 +69,7 @@ def turn_trainer(
 
 
 def served(get_trainer: Any) -> InProcessRun:
-    engine = ScriptedEngine(Script(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply))
+    engine = ScriptedEngine(Script(reply))
     return InProcessRun(get_trainer, engine=engine).train()
 
 
@@ -178,7 +145,7 @@ def test_turn_rewards_of_every_form(tmp_path: Path) -> None:
 
     given = [of_turns(torch.tensor([2.0])), of_turns(np.array([1.0])), of_turns([float("nan")]), Judge(), of_turns(4)]
     trainer = turn_trainer(tmp_path, turn_reward_funcs=given, reward_weights=[1.0, 1.0, 10.0, 100.0, 1000.0, 0.1])()
-    worker = InProcessWorker(trainer, ScriptedEngine(Script(trainer.processing_class, lambda *_: "no")))
+    worker = InProcessWorker(trainer, ScriptedEngine(Script(lambda *_: "no")))
     assert worker.trl.goes_by_turns
     (group,) = worker.rollouts(jobs_of(chat_rows(1), group_size=4))
     assert group.rewards_of_turns() == [pytest.approx([2 + 10 + 500 + 0.4])] * 4
@@ -189,7 +156,7 @@ def test_turn_rewards_of_groups_that_shared_a_call(tmp_path: Path) -> None:
         return [float(sum(map(ord, str(completion)))) for completion in completions]
 
     trainer = turn_trainer(tmp_path, turn_reward_funcs=[numbers, Judge()], reward_weights=[1.0, 1.0, 1.0])()
-    worker = InProcessWorker(trainer, ScriptedEngine(Script(trainer.processing_class, reply)))
+    worker = InProcessWorker(trainer, ScriptedEngine(Script(reply)))
     groups = worker.generate(jobs_of(chat_rows(3), group_size=4))
     together = worker.trl.score(groups)
     alone = [worker.trl.score([group])[0] for group in groups]
@@ -209,7 +176,7 @@ def test_turn_rewards_of_the_wrong_form_fail_their_group(given: Any, message: st
     def wrong(completions: list[Any], **_: Any) -> list[Any]:
         return [given for _ in completions]
 
-    engine = ScriptedEngine(Script(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply))
+    engine = ScriptedEngine(Script(reply))
     worker = InProcessWorker(turn_trainer(tmp_path, turn_reward_funcs=wrong)(), engine)
     with pytest.raises(ValueError, match=message):
         worker.rollouts(jobs_of(chat_rows(1), group_size=4))
@@ -275,7 +242,7 @@ def test_which_groups_teach_nothing(tmp_path: Path) -> None:
     for credit, right in nothing.items():
         get_trainer = turn_trainer(tmp_path, turn_reward_funcs=makes_up, credit=credit)
         trainer = get_trainer()
-        worker = InProcessWorker(trainer, ScriptedEngine(Script(trainer.processing_class, reply)))
+        worker = InProcessWorker(trainer, ScriptedEngine(Script(reply)))
         (group,) = worker.rollouts(jobs_of(chat_rows(1), group_size=4))
         assert uniform_rewards(trainer)(group) == right, credit
     with pytest.raises(

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from test_openai_endpoint import posted, said, worker_of
-from test_trl_tools import assert_same_counts, counts_tool_results, plain_scripted, says_twelve, scripted
 
 from async_grpo.envs import Endpoint
 from async_grpo.errors import BadFileError
@@ -21,19 +19,13 @@ from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.training.groups_for_trl import refuser_of
+from kit.agents import agent_worker, posted, said
 from kit.changed_groups import changed
-from kit.compared_with_trl import settings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessRun,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    chat_rows,
-    jobs_of,
-    training_logs,
-)
+from kit.compared_with_trl import assert_same_counts, plain_scripted, scripted, settings
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
+from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
+from kit.tools import counts_tool_results, says_twelve
 
 pytestmark = pytest.mark.integration
 
@@ -124,7 +116,7 @@ def test_what_a_tool_returns_is_what_trl_makes_of_it(trainer_with: Any, tmp_path
 @pytest.mark.parametrize("trainer_with", [with_tool, with_environment])
 def test_what_trl_does_not_survive_costs_a_group_at_most(trainer_with: Any, tmp_path: Path) -> None:
     values = [*NO_TEXT_OF_TRL.values()]
-    script = ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), calls_odd)
+    script = ScriptedGenerator(calls_odd)
     worker = InProcessWorker(trainer_with(tmp_path, values)(), ScriptedEngine(script))
     groups: list[RolloutGroup] = []
     for job in jobs_of([{"prompt": [{"role": "user", "content": text}]} for text in TEXTS[:3]]):
@@ -160,7 +152,7 @@ def test_what_an_agent_puts_into_a_message_costs_a_group_at_most(content: Any, t
         statuses.append(answer.status)
         return {"seen": content}
 
-    worker = worker_of(tmp_path, agent, ScriptedEngine, lambda prompt, index: "text")
+    worker = agent_worker(tmp_path, agent, ScriptedEngine, lambda prompt, index: "text")
     groups: list[RolloutGroup] = []
     with suppress(Exception):  # of the group, which fails
         groups += worker.rollouts(jobs_of(chat_rows(1)))

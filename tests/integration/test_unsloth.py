@@ -5,7 +5,6 @@ The stand-in in `kit/setups/fake_unsloth` does what Unsloth's source does. The r
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,8 @@ from async_grpo.engines.vllm_weights import require_same_base
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.generator_choice import VLLM, choose_generator
-from kit.in_process import build_trainer
-from kit.runs import DEADLINE_S, SETUP, command, steps_logged
+from kit.runs import DEADLINE_S, SETUP, command, lines_of, steps_logged
+from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +33,7 @@ def test_unsloth_comes_first_and_trains_through_its_own_loss(tmp_path: Path, mon
     with command(*arguments, cwd=tmp_path, **environment) as run:
         assert run.process.wait(DEADLINE_S) == 0, run.output
     assert steps_logged(tmp_path / "worker") == [1, 2, 3]
-    imports = [json.loads(line) for line in notes.read_text().splitlines()]
+    imports = lines_of(notes)
     assert [entry["imported_before"] for entry in imports] == [[]] * 2
     assert [entry["FAST_INFERENCE"] for entry in imports] == ["0"] * 2
     caches = {Path(entry["UNSLOTH_COMPILE_LOCATION"]).name for entry in imports}

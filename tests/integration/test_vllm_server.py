@@ -31,8 +31,8 @@ from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from kit.engines import group, run, sample
 from kit.fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
-from kit.in_process import build_model, build_tokenizer, build_trainer
-from kit.runs import SETUP, command, steps_logged
+from kit.runs import SETUP, logged, ran, steps_logged
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -280,10 +280,8 @@ def test_a_run_whose_completions_come_from_a_server(
     setup = str(SETUPS / "served_model.py")
     arguments = ["train", setup, "--num-workers", "1", "--max-staleness", "0", "--steps", "4"]
     environment = {"TEST_VLLM_SERVER": server.url, "TEST_GRPO": json.dumps(config)}
-    with command(*arguments, cwd=tmp_path, **environment) as run:
-        assert run.wait() == 0, run.output
+    ran(*arguments, cwd=tmp_path, **environment)
     assert steps_logged(tmp_path / "worker") == [1, 2, 3, 4]
-    lines = map(json.loads, (tmp_path / "worker" / "metrics.jsonl").read_text().splitlines())
-    ratios = [line[f"async/ratio_{end}"] for line in lines if "loss" in line for end in ("min", "max")]
+    ratios = [line[f"async/ratio_{end}"] for line in logged(tmp_path / "worker") for end in ("min", "max")]
     assert ratios == pytest.approx([1.0] * 8, abs=1e-4)
     assert server.updates >= 4

@@ -27,7 +27,7 @@ from async_grpo_ipc.checkpoint import Adapter, checkpoint
 from kit.engines import group, run
 from kit.fake_cuda import Knobs, install
 from kit.fake_vllm_server import MortalServer, serving
-from kit.in_process import build_model, build_tokenizer, build_trainer
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 PROMPT = [1, 2, 3]

@@ -50,7 +50,7 @@ time.sleep(1000)
 
 @pytest.fixture
 def of_trl(tmp_path: Path) -> Path:
-    from kit.in_process import PROMPTS, build_model, build_tokenizer
+    from kit.tiny_trainer import PROMPTS, build_model, build_tokenizer
 
     tokenizer = build_tokenizer()
     build_model(tokenizer).save_pretrained(tmp_path / "model")

@@ -23,8 +23,8 @@ from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, built_to_describe
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
 from kit.fake_cuda import Knobs, install
-from kit.in_process import build_model, build_tokenizer, build_trainer
 from kit.runs import SETUP
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from async_grpo.training.sharding import read_without_pickle
-from kit.runs import IN_MID_BATCH, SETUP, command, finish, read
+from kit.runs import IN_MID_BATCH, SETUP, finish, ran, read
 from kit.several_ranks import EXAMPLES, config_of, killed_resumed_and_stopped, same_training, same_weights
 
 pytestmark = [
@@ -68,9 +68,7 @@ def another_number_of_ranks_and_another_kind_are_refused(
         ((*four, "--dry-run"), "with DeepSpeed over 4 ranks"),
         (("--accelerate-config", str(EXAMPLES / "ddp.yaml")), "without FSDP or DeepSpeed"),
     ):
-        with command(*arguments, "--resume", *options, cwd=folder, **env) as run:
-            assert run.wait() == 2, run.output
-        assert sentence.format(needed) in run.output
+        assert sentence.format(needed) in ran(*arguments, "--resume", *options, cwd=folder, **env, code=2)
 
 
 def test_two_ranks_train_an_adapter_as_one_process_does(undisturbed_lora: Path, tmp_path: Path) -> None:

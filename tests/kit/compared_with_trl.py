@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from trl import GRPOTrainer
 
 from async_grpo.training.padding import exchanging
-from kit.in_process import TIMES, InProcessRun, build_trainer, replay_with_trl, training_logs
+from kit.in_process import InProcessRun, training_logs
+from kit.recorded_batches import replay_with_trl
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
+from kit.tiny_trainer import build_trainer
 
 TOLERANCE = 1e-5
+TIMES = ("step_time", "perf/time_per_step", "perf/throughput")  # no function of what was trained on
 OF_MICRO_BATCHES = re.compile("entropy$|kl$|clip_ratio/|cispo_clip_ratio|vespo/")
 
 
@@ -72,3 +77,22 @@ def settings(output_dir: Path, given: dict[str, Any] | None = None, **changes: A
         return build_trainer(output_dir, arguments={**(given or {}), **(arguments or {})}, **{**changes, **more})
 
     return get_trainer
+
+
+def plain_scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> GRPOTrainer:
+    trainer = get_trainer(trainer_class=writing(reply))
+    trainer.train()
+    return trainer
+
+
+def scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> InProcessRun:
+    return InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply))).train()
+
+
+def assert_same_counts(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """All metrics are equal that do not depend on the log-probabilities, which a script cannot know."""
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert own_names(mine) == set(reference)
+        for name, value in reference.items():
+            if name.startswith(("reward", "completions/", "tools/", "num_tokens", "frac_reward")):
+                assert mine[name] == pytest.approx(value), name

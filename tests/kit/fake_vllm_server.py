@@ -25,7 +25,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.serving.vllm_server import VLLMServerProcess
 from kit.engines import sample, transformers_of
-from kit.in_process import build_model, build_tokenizer
+from kit.tiny_trainer import build_model, build_tokenizer
 
 DEADLINE_S = 60.0
 

@@ -11,16 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_grpo.engines import PreparedGroup, SampledGroup
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    jobs_of,
-)
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer
 
 ENOUGH = 0.02  # mean loss at which greedy decoding repeats what was learnt
 MOST_STEPS = 800
@@ -39,7 +32,7 @@ class Scripted(ScriptedEngine):
                 answer[0] = next(left)
             return answer[0]
 
-        super().__init__(ScriptedGenerator(tokenizer, reply))
+        super().__init__(ScriptedGenerator(reply, tokenizer))
         self.said: Said = []
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from async_grpo_experiments.runner.graph import graph_of
 from async_grpo_experiments.slots.ledger import LEDGER
 from async_grpo_experiments.worlds.enumerable import LETTERS
 from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
+from kit.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1800.0
@@ -70,11 +71,8 @@ class RealExperiment:
 
     def until(self, runner: subprocess.Popen[bytes], condition: Callable[[], Any]) -> Any:
         """The first true result of `condition`, while the runner lives."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not (list(self.folder.glob(f"outputs/x/*/{LEDGER}")) and (found := condition())):
-            assert runner.poll() is None and time.monotonic() < deadline, "it ended, or took too long"
-            time.sleep(0.05)
-        return found
+        ledgers = partial(self.folder.glob, f"outputs/x/*/{LEDGER}")
+        return until(lambda: [*ledgers()] and condition(), "the stage", deadline_s=DEADLINE_S, process=runner)
 
 
 def qsharp_on_ascents(folder: Path, **keys: Any) -> RealExperiment:

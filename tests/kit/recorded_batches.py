@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from trl import GRPOTrainer
 
 from async_grpo.records import RolloutGroup
@@ -16,14 +17,45 @@ def replaying(recorded: Iterator[list[RolloutGroup]]) -> Callable[[list[Any], GR
     def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         groups = next(recorded)
         assert prompts == [group.job.row["prompt"] for group in groups for _ in range(group.job.num_generations)]
-        output: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-        for group in groups:
-            start = 0
-            for size in group.completion_lengths.tolist():
-                output["prompt_ids"].append(group.prompt_ids.tolist())
-                output["completion_ids"].append(group.completion_ids[start : start + size].tolist())
-                output["logprobs"].append(group.sampling_logprobs[start : start + size].tolist())
-                start += size
-        return output
+        tokens, logprobs = completions_of(groups)
+        return {"prompt_ids": prompts_of(groups), "completion_ids": tokens, "logprobs": logprobs}
 
     return rollout_func
+
+
+def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[RolloutGroup]]) -> GRPOTrainer:
+    """Train with plain TRL in one process on recorded completions, given to it by its public `rollout_func`.
+
+    The prompts, their order and the rewards are TRL's own; that the prompts are the recorded ones is checked.
+    """
+    recorded = iter(batches)
+    trainer = get_trainer(arguments={"rollout_func": replaying(recorded)})
+    trainer.train()
+    assert next(recorded, None) is None, "TRL used fewer batches than the asynchronous run"
+    return trainer
+
+
+class Recorded(GRPOTrainer):
+    """Plain TRL, with recorded completions in place of sampling: its own prompts, images and rewards."""
+
+    batches: Any
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        groups: list[RolloutGroup] = next(self.batches)
+        assert [list(ids) for ids in prompt_ids] == prompts_of(groups)
+        return completions_of(groups)
+
+
+def prompts_of(groups: list[RolloutGroup]) -> list[list[int]]:
+    """The prompt of each completion."""
+    return [group.prompt_ids.tolist() for group in groups for _ in range(group.job.num_generations)]
+
+
+def completions_of(groups: list[RolloutGroup]) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens and log-probabilities."""
+    ends = [np.cumsum(group.completion_lengths)[:-1] for group in groups]
+    tokens, logprobs = (
+        [part.tolist() for group, at in zip(groups, ends, strict=True) for part in np.split(getattr(group, name), at)]
+        for name in ("completion_ids", "sampling_logprobs")
+    )
+    return tokens, logprobs

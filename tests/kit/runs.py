@@ -17,11 +17,11 @@ import psutil
 
 from async_grpo.cli import main
 from async_grpo.rundir.reading import LineReader
+from kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(__file__).parent / "setups" / "random_model.py"
 DEADLINE_S = 240.0
-LAST_S = 30.0  # for what a process leaves behind
 IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
 """Fields of `GRPOConfig`: checkpoints 4, 8, 14, 16 and 20 are between the optimizer steps of one generation batch."""
 
@@ -72,13 +72,8 @@ class Command:
             raise AssertionError(f"the run did not end in {DEADLINE_S:.0f} s:\n{self.output}") from None
 
     def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Wait for `condition` to be true while the command runs."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not (result := condition()):
-            assert self.process.poll() is None, f"ended while waiting for {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s:\n{self.output}"
-            time.sleep(0.05)
-        return result
+        """The first true result of `condition` while the command runs."""
+        return until(condition, what, deadline_s=DEADLINE_S, process=self.process, said=lambda: self.output)
 
 
 def _path(env: dict[str, str]) -> str:
@@ -106,11 +101,16 @@ def command(
             running.process.wait()
 
 
+def ran(*arguments: str, cwd: Path, code: int = 0, **options: Any) -> str:
+    """What a command of ours has printed, which ends with this code. `options`: as of `command`."""
+    with command(*arguments, cwd=cwd, **options) as running:
+        assert running.wait() == code, running.output
+    return running.output
+
+
 def finish(folder: Path, *options: str, setup: Path = SETUP, **env: str) -> str:
     """Train to the end in `folder`; what was printed."""
-    with command("train", str(setup), *options, cwd=folder, **env) as run:
-        assert run.wait() == 0, run.output
-    return run.output
+    return ran("train", str(setup), *options, cwd=folder, **env)
 
 
 def audited(run_dir: Path) -> str:
@@ -123,33 +123,30 @@ def audited(run_dir: Path) -> str:
 def weights_of_a_replay(folder: Path, **env: str) -> str:
     """The digest of what `replay` makes of the record in `folder`, after `audit` found nothing wrong with it."""
     audited(folder / "worker")
-    with command("replay", "worker", "-d", "cpu", cwd=folder, **env) as run:
-        assert run.wait() == 0, run.output
-    assert "equal to" in run.output
-    return run.output.partition("SHA-256 ")[2].split()[0]
+    said = ran("replay", "worker", "-d", "cpu", cwd=folder, **env)
+    assert "equal to" in said
+    return said.partition("SHA-256 ")[2].split()[0]
 
 
 def steps_logged(run_dir: Path) -> list[int]:
-    """The training steps in `metrics.jsonl`, in the order of logging; of a live run as well."""
-    entries = map(json.loads, LineReader(run_dir / "metrics.jsonl").new_lines())
-    return [entry["step"] for entry in entries if "loss" in entry]
+    """The training steps, in the order of logging; of a live run as well."""
+    return [entry["step"] for entry in logged(run_dir)]
+
+
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` has of the training steps."""
+    return [entry for entry in lines_of(run_dir / "metrics.jsonl") if "loss" in entry]
+
+
+def values_logged(run_dir: Path, name: str) -> list[float]:
+    """A metric of the training steps that have it."""
+    return [entry[name] for entry in logged(run_dir) if name in entry]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON; none where there is no file."""
+    return [*map(json.loads, LineReader(path).new_lines())]
 
 
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
-
-
-def gone(processes: Sequence[psutil.Process]) -> bool:
-    """Whether all are gone, at once or soon: what a process of ours has started itself may end a moment after it."""
-    deadline = time.monotonic() + LAST_S
-    while any(map(_lives, processes)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

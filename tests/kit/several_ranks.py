@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,26 +10,26 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from kit.runs import ROOT, Command, audited, command, gone, read, steps_logged
+from kit.runs import ROOT, Command, audited, command, logged, read, steps_logged
+from kit.waiting import until_gone
 
 EXAMPLES = ROOT / "examples" / "accelerate"
 TOLERANCE = 1e-5
 COMPARED = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "async/staleness_mean")
 
 
-def logged(folder: Path) -> dict[int, dict[str, float]]:
+def figures(folder: Path) -> dict[int, dict[str, float]]:
     """What was logged of each step; of one that was trained again after a resume, the second time.
 
     Only the first step on a generation batch has its rewards.
     """
-    entries = map(json.loads, (folder / "worker" / "metrics.jsonl").read_text().splitlines())
-    steps = [entry for entry in entries if "loss" in entry]
+    steps = logged(folder / "worker")
     return {entry["step"]: {name: entry[name] for name in COMPARED if name in entry} for entry in steps}
 
 
 def same_training(several: Path, one: Path, steps: int, *, accumulates: bool = False) -> None:
     """accumulates: several forward passes a step, whose entropies TRL averages without their lengths."""
-    got, expected = logged(several), logged(one)
+    got, expected = figures(several), figures(one)
     for entry in [*got.values(), *expected.values()] if accumulates else ():
         entry.pop("entropy", None)
     for step in range(1, steps + 1):
@@ -80,7 +79,7 @@ def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str
     assert "Rank 1 of the trainer" in run.output
     assert "Start again with --resume" in run.output
     assert read(run_dir / "run.json")["state"] == "failed"
-    assert gone(everybody)
+    until_gone(everybody)
 
     step = max(steps_logged(run_dir))
     with command(*arguments, "--resume", cwd=folder, **env) as run:
@@ -89,7 +88,7 @@ def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait() == 0, run.output
     assert read(run_dir / "run.json")["state"] == "stopped"
-    assert gone(everybody)
+    until_gone(everybody)
     last = max(steps_logged(run_dir))
     checkpoint = folder / "checkpoints" / f"checkpoint-{last}"
     assert read(checkpoint / "rollout_state.json")["step"] == last

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from trl import GRPOTrainer
 
-from kit.in_process import build_tokenizer, config, letters
+from kit.tiny_trainer import build_tokenizer, config, letters
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "images"))
 from tiny_vlm_model import build_processor, build_vlm
@@ -32,7 +32,7 @@ def build_vlm_trainer(
     arguments: dict[str, Any] | None = None,
     **changes: Any,
 ) -> GRPOTrainer:
-    """A user's trainer of the tiny model, as `in_process.build_trainer`."""
+    """A user's trainer of the tiny model, as `tiny_trainer.build_trainer`."""
     tokenizer = build_tokenizer(chat_template)
     processor = build_processor(tokenizer)
     return trainer_class(
@@ -43,3 +43,19 @@ def build_vlm_trainer(
         args=config(output_dir, **changes),
         **(arguments or {}),
     )
+
+
+class Gallery:
+    """Shows an image at its start, and another whenever it is asked to."""
+
+    def reset(self, **row: Any) -> list[dict[str, Any]]:
+        self.target = row["target"]
+        return [{"type": "image", "image": picture(self.target, 16 + 8 * (self.target % 2))}]
+
+    def look(self) -> list[dict[str, Any]]:
+        """Look at another image.
+
+        Returns:
+            The image.
+        """
+        return [{"type": "image", "image": picture(100 + self.target)}, {"type": "text", "text": "here"}]

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+
+from kit.waiting import until
 
 if TYPE_CHECKING:
     from conftest import SmallJob
@@ -54,13 +56,6 @@ pytestmark = [
 ]
 
 
-def until(condition: Callable[[], Any], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
-
-
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
@@ -92,12 +87,13 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             lambda: (
                 "idle" in subprocess.run(["sinfo", "--noheader"], check=False, capture_output=True, text=True).stdout
             ),
-            lambda: "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log")),
+            deadline_s=DEADLINE_S,
+            said=lambda: "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log")),
         )
         yield folder
     finally:
         subprocess.run(["scancel", "--me"], check=False, timeout=60)
-        until(lambda: not jobs(), lambda: "a job does not end")
+        until(lambda: not jobs(), "the end of the jobs", deadline_s=DEADLINE_S)
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -126,14 +122,16 @@ def state_of(job: str) -> str:
 def test_a_job_writes_a_checkpoint_at_the_signal_and_a_second_one_continues(slurm: Path, small_job: SmallJob) -> None:
     first, again = slurm / "first.out", slurm / "again.out"
     job = submitted(small_job, first)
-    until((small_job.output / "checkpoint-10").is_dir, lambda: state_of(job) + first.read_text())
+    checkpoint = small_job.output / "checkpoint-10"
+    until(checkpoint.is_dir, "a checkpoint", deadline_s=DEADLINE_S, said=lambda: state_of(job) + first.read_text())
     # as --signal=B:USR1@600 does near the walltime
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
-    until(lambda: state_of(job) not in ("RUNNING", "COMPLETING"), first.read_text)
+    until(lambda: state_of(job) not in ("RUNNING", "COMPLETING"), deadline_s=DEADLINE_S, said=first.read_text)
     assert state_of(job) == "COMPLETED", first.read_text()
     assert "sbatch again continues it" in first.read_text()
     job = submitted(small_job, again)
-    until(lambda: state_of(job) not in ("PENDING", "RUNNING", "COMPLETING"), again.read_text)
+    states = ("PENDING", "RUNNING", "COMPLETING")
+    until(lambda: state_of(job) not in states, deadline_s=DEADLINE_S, said=again.read_text)
     assert state_of(job) == "COMPLETED", again.read_text()
     assert "resuming from" in again.read_text()
     assert (small_job.output / "checkpoint-60").is_dir()

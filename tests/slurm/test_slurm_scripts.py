@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from async_grpo.verl_keys import Keys
 from async_grpo.verl_keys.steps import Steps
+from kit.waiting import until
 
 if TYPE_CHECKING:
     from conftest import SmallJob
@@ -60,14 +60,6 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert process.poll() is None, ended(process)
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.05)
-
-
 def notes(tmp_path: Path) -> tuple[str, str, list[str]]:
     """Ray's address and nodes, its patience, and the arguments of Python."""
     cluster, patience, *arguments = (tmp_path / "notes").read_text().split("\0")[:-1]
@@ -105,7 +97,7 @@ def test_one_node_needs_no_ray_and_the_job_ends_as_its_program(job: Job, tmp_pat
 
 def test_the_signal_before_the_walltime_reaches_the_launcher_alone(job: Job, tmp_path: Path) -> None:
     process = job("multinode_mtl.sh", nodes=2, ENDS="by-signal")
-    until((tmp_path / "notes").exists, process)
+    until((tmp_path / "notes").exists, process=process, said=lambda: ended(process))
     process.send_signal(signal.SIGUSR1)
     assert "sbatch again continues it" in ended(process)
     assert process.returncode == 0
@@ -124,7 +116,7 @@ def test_a_script_that_is_no_job_says_so(tmp_path: Path) -> None:
 def test_a_job_that_is_submitted_again_continues(job: Job, small_job: SmallJob) -> None:
     """The script of six tasks, on two small ones, on the CPU."""
     process = job("multinode_mtl.sh", *small_job.keys, **small_job.env)
-    until((small_job.output / "checkpoint-10").is_dir, process)
+    until((small_job.output / "checkpoint-10").is_dir, process=process, said=lambda: ended(process))
     process.send_signal(signal.SIGUSR1)
     assert "stopped" in ended(process)
     again = job("multinode_mtl.sh", *small_job.keys, **small_job.env)

@@ -7,8 +7,8 @@ import os
 from trl import GRPOTrainer
 
 from async_grpo.envs.openenv import openenv_environment
-from kit.in_process import chat_rows
 from kit.learnt_by_heart import build_actor
+from kit.tiny_trainer import chat_rows
 
 
 def get_trainer() -> GRPOTrainer:

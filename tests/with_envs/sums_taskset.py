@@ -76,3 +76,5 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
 
 
 __all__ = ["SumsTaskset"]
+
+CALL = '<tool_call>\n{"name": "calculator_add", "arguments": {"a": %s, "b": %s}}\n</tool_call>'

@@ -7,7 +7,7 @@ from pathlib import Path
 from trl import GRPOTrainer
 
 from async_grpo.envs.verifiers import load_environment
-from kit.in_process import QWEN3_CHAT_TEMPLATE, build_trainer
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer
 
 
 def get_trainer() -> GRPOTrainer:

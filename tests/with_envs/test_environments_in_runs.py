@@ -13,12 +13,12 @@ pytest.importorskip("openenv.core", reason="openenv-core is not installed here: 
 
 import echo_by_heart
 import sums_by_heart
-from test_openenv_environments import calls, from_template, served
-from test_verifiers_environments import CALL
+from openenv_servers import calls, from_template, served
+from sums_taskset import CALL
 
-from kit.in_process import chat_rows
 from kit.learnt_by_heart import write_learnt
-from kit.runs import command, steps_logged
+from kit.runs import command, ran, steps_logged
+from kit.tiny_trainer import chat_rows
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -56,7 +56,5 @@ def trained_with_two_workers(folder: Path, setup: str) -> str:
     assert steps_logged(folder / "worker") == list(range(1, STEPS + 1))
     shown = ""
     for name in ("audit", "status", "rollouts"):
-        with command(name, "worker", cwd=folder, **env) as reader:
-            assert reader.wait() == 0, reader.output
-        shown = reader.output
+        shown = ran(name, "worker", cwd=folder, **env)
     return shown

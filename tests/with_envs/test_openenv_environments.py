@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +9,14 @@ import pytest
 
 pytest.importorskip("openenv.core", reason="openenv-core is not installed here: `make test-envs` has it")
 
+from openenv_servers import calls, from_template, served
+
 from async_grpo.envs.openenv import openenv_environment
 from async_grpo.errors import AsyncGRPOError, UsageError
-from async_grpo.telemetry.waiting import wait_until
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-    jobs_of,
-)
+from kit.in_process import InProcessWorker, jobs_of
+from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows
 
-TEMPLATE = Path(importlib.util.find_spec("openenv.cli").origin).parent / "templates" / "openenv_env"  # type: ignore[union-attr,arg-type]
-NAMES = {
-    "__ENV_NAME__": "echo_env",
-    "__ENV_CLASS_NAME__": "Echo",
-    "__ENV_TITLE_NAME__": "Echo",
-    "max_concurrent_envs=1": "max_concurrent_envs=8",
-}
 LISTED = """
 from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
@@ -73,41 +53,6 @@ app = create_app(Shop, CallToolAction, CallToolObservation, env_name="shop", max
 """
 
 
-def from_template(folder: Path) -> Path:
-    """The package that `openenv init echo_env` writes; without the lock, which needs a network."""
-    package = folder / "echo_env"
-    shutil.copytree(TEMPLATE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in [*package.rglob("*.py")]:
-        text = path.read_text()
-        for name, value in NAMES.items():
-            text = text.replace(name, value)
-        path.with_name(path.name.replace("__ENV_NAME__", "echo_env")).write_text(text)
-    return package
-
-
-@contextmanager
-def served(application: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "uvicorn", application, "--port", str(port)], cwd=folder, stdout=log, stderr=log
-        )
-    try:
-        wait_until(lambda: _answers(port, server, folder) or None, what="the OpenEnv server", timeout_s=120)
-        yield f"http://127.0.0.1:{port}", server
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _answers(port: int, server: subprocess.Popen[bytes], folder: Path) -> bool:
-    assert server.poll() is None, (folder / "server.log").read_text()
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def worker_of(environment: Any, reply: Any, folder: Path) -> InProcessWorker:
     trainer = build_trainer(
         folder,
@@ -117,11 +62,7 @@ def worker_of(environment: Any, reply: Any, folder: Path) -> InProcessWorker:
         arguments={"environment_factory": environment},
         max_completion_length=800,
     )
-    return InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)))
-
-
-def calls(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    return InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(reply)))
 
 
 def test_the_template_environment_of_openenv_is_played_and_scores(tmp_path: Path) -> None:

@@ -13,25 +13,18 @@ import pytest
 pytest.importorskip("verifiers", reason="it is not installed here: `make test-envs` makes an environment that has it")
 
 import verifiers.v1 as vf
-from sums_taskset import Library, SumData, SumsTaskset, SumTask
+from sums_taskset import CALL, Library, SumData, SumsTaskset, SumTask
 from trl import GRPOTrainer
 
 from async_grpo.envs.verifiers import VerifiersEnvironment, load_environment
 from async_grpo.envs.verifiers.refusals import refuse_task
 from async_grpo.errors import AsyncGRPOError, UnsupportedError, UsageError
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
-    build_tokenizer,
-    build_trainer,
-    jobs_of,
-)
+from kit.in_process import InProcessWorker, jobs_of
 from kit.runs import finish
+from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer
 
 HERE = Path(__file__).parent
-CALL = '<tool_call>\n{"name": "calculator_add", "arguments": {"a": %s, "b": %s}}\n</tool_call>'
 TURN = "<|im_start|>assistant\n"
 
 
@@ -52,7 +45,7 @@ def trainer_of(
 
 
 def worker_of(environment: VerifiersEnvironment, folder: Path, reply: Any, **settings: Any) -> InProcessWorker:
-    script = ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)
+    script = ScriptedGenerator(reply)
     return InProcessWorker(trainer_of(environment, folder, **settings), ScriptedEngine(script))
 
 
@@ -118,7 +111,7 @@ def test_an_environment_that_asks_the_model_for_nothing_fails(tmp_path: Path) ->
 def test_it_is_the_same_in_plain_trl(tmp_path: Path) -> None:
     class ByScript(GRPOTrainer):
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return ScriptedGenerator(self._tokenizer, adds).generate(prompt_ids)
+            return ScriptedGenerator(adds, self._tokenizer).generate(prompt_ids)
 
     environment = load_environment("sums_taskset")
     rows = [environment.dataset[1]]

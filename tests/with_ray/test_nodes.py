@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,8 +21,8 @@ from async_grpo.nodes.seat import SILENCE_S
 from async_grpo.queue import quarantined
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.roles.replay import checkpoint_digest
-from kit.runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
-from kit.waiting import until
+from kit.runs import ROOT, SETUP, Command, command, finish, lines_of, ran, read, steps_logged
+from kit.waiting import until, until_gone
 
 pytestmark = pytest.mark.integration
 
@@ -121,7 +120,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
             assert no_longer_claimed(run_dir, claims[name]) < SILENCE_S + 20
         run.wait_until(lambda: "has not answered for 10 s" in run.output, "the silence")
         frozen.resume()
-        assert gone([frozen])
+        until_gone([frozen])
         made_more()
         run.wait_until(lambda: len(having(run, "ray::FarNode")) == 2, "both nodes")
         having(run, "ray::FarNode")[0].kill()
@@ -144,7 +143,7 @@ def test_nodes_that_are_killed_and_frozen_cost_nothing(tmp_path: Path) -> None:
     assert report.anomalies == [] and report.duplicates == 0, report
     assert report.attempts().keys() <= {1, 2}, "only the death of the far worker counts"
     assert not (run_dir / "quarantine").exists() or not list((run_dir / "quarantine").iterdir())
-    assert gone(seen), [process for process in seen if process.is_running()]
+    until_gone(seen)
     until(lambda: not processes_of_ray(report.run_id), "the end of Ray's agents, whose raylet was killed")
     until(lambda: not list(node_dir.iterdir()), "the run directory of the killed node to be deleted")
     assert not list(Path("/tmp").glob(f"agrpo-{report.run_id}*"))
@@ -167,8 +166,7 @@ def test_the_weights_are_those_of_a_run_without_nodes(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 0, run.output
     assert not (nodes / "checkpoints" / f"checkpoint-{STEPS}").exists(), "there is nothing left to resume"
-    with command(*options, "2", *common, "--resume", cwd=nodes) as run:
-        assert run.wait() == 0, run.output
+    ran(*options, "2", *common, "--resume", cwd=nodes)
     digests = [checkpoint_digest(folder / "checkpoints" / f"checkpoint-{STEPS}") for folder in (here, nodes)]
     assert digests[0] == digests[1]
     assert read(nodes / "worker" / "summary.json")["nodes"] == ["node2"]
@@ -346,7 +344,7 @@ def test_the_demo_with_nodes_learns_and_is_evaluated_though_one_is_killed(tmp_pa
         assert run.wait() == 0, run.output
     report = audit(run_dir)
     assert report.anomalies == [] and report.duplicates == 0, report
-    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    lines = lines_of(run_dir / "evaluations.jsonl")
     assert all(line["failed"] == {} for line in lines)
     assert lines[-1]["figures"]["pass@1"]["value"] >= 0.9, lines[-1]["figures"]
 

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from test_openai_endpoint import said
-from test_vllm_tools import GROUPS, served
+from worker_on_vllm import GROUPS, served
 
 from async_grpo.envs import Endpoint, OpenAIHarness
-from kit.in_process import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows, length
+from kit.agents import said
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows, length
 
 FIRST = 6  # tokens of the first answer
 

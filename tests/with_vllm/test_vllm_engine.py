@@ -14,24 +14,22 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 import qwen3_1m
+from engines_of_vllm import (
+    CLOSE,
+    PROMPTS,
+    change,
+    collect,
+    find_source,
+    finish,
+    logprobs_of,
+    published,
+    rollout_trainer,
+)
 from trl import GRPOTrainer
 
-from async_grpo.engines import Chunk, vllm, vllm_hooks
+from async_grpo.engines import vllm, vllm_hooks
 from async_grpo.engines.vllm import VLLMEngine
 from async_grpo.engines.vllm_sampling import structured
-from async_grpo.rollout.trl_trainer import RolloutTrainer
-
-PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
-CLOSE = 1e-4 if qwen3_1m.DEVICE == "cpu" else 0.3  # fp32, bf16
-
-
-def rollout_trainer(**changes: Any) -> GRPOTrainer:
-    trainer = qwen3_1m.get_trainer()
-    for name, value in changes.items():
-        setattr(trainer.args, name, value)
-    RolloutTrainer(trainer)
-    trainer.model.to(qwen3_1m.DEVICE, torch.bfloat16 if trainer.args.bf16 else torch.float32).eval()
-    return trainer
 
 
 @pytest.fixture(scope="module")
@@ -60,49 +58,14 @@ def adapter() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
     engine.close()
 
 
-def published(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
-
-
-def change(trainer: GRPOTrainer, seed: int) -> None:
-    """As a training step would, but more."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator).to(parameter))
-
-
 def run(engine: VLLMEngine, prompts: dict[str, list[int]], version: int) -> dict[str, tuple[list[int], list[float]]]:
     for name, prompt in prompts.items():
         engine.submit(name, prompt, seed=None, version=version)
     return finish(engine)
 
 
-def finish(engine: VLLMEngine) -> dict[str, tuple[list[int], list[float]]]:
-    outputs: dict[str, tuple[list[int], list[float]]] = {}
-    while engine.busy:
-        collect(outputs, engine.step())
-    return outputs
-
-
-def collect(outputs: dict[str, tuple[list[int], list[float]]], chunks: list[Chunk]) -> None:
-    for chunk in chunks:
-        ids, logprobs = outputs.setdefault(chunk.request_id, ([], []))
-        ids += chunk.tokens.ids
-        logprobs += chunk.tokens.logprobs
-
-
 def named(prefix: str) -> dict[str, list[int]]:
     return {f"{prefix}-{index}": prompt for index, prompt in enumerate(PROMPTS)}
-
-
-def logprobs_of(trainer: GRPOTrainer, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
-    """The log-probabilities that the trainer computes, [tokens]."""
-    with torch.no_grad():
-        tokens = torch.tensor([prompt + ids], device=qwen3_1m.DEVICE)
-        logits = trainer.model(tokens).logits[0, len(prompt) - 1 : -1].float().cpu()
-    return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 def check_greedy(trainer: GRPOTrainer, engine: VLLMEngine, version: int) -> None:
@@ -279,9 +242,3 @@ def test_vllm_has_not_moved_what_we_use_of_its_second_model_runner() -> None:
         assert f"    def {name}(" in runner + adapters, f"vLLM: {name} of {vllm_hooks.V2_RUNNER} is gone"
     assert "self.lora_manager = " in adapters
     assert vllm_hooks.SWITCH in find_source("vllm.envs")
-
-
-def find_source(module: str) -> str:
-    found = find_spec(module)
-    assert found is not None and found.origin is not None
-    return Path(found.origin).read_text()

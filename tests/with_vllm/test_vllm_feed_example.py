@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
+from kit.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "feed_vllm.py"
 DEADLINE_S = 300
@@ -45,10 +45,7 @@ def test_a_server_with_tensor_parallelism_is_fed_and_comes_back(tmp_path: Path) 
         assert len(first) == 5
         assert len(set(first)) > 1, "no update changed anything"
         os.kill(server.pid, signal.SIGKILL)
-        deadline = time.monotonic() + DEADLINE_S
-        while server.running:
-            assert time.monotonic() < deadline, "it was killed"
-            time.sleep(0.05)
+        until(lambda: not server.running, "the end of the server")
         server.restart()
         server.wait_ready(DEADLINE_S)
         assert feed(model, server.base_url) == first, "the same weights say the same"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import tiny_idefics
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from test_images_of_environments import Gallery
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
@@ -26,9 +24,10 @@ from async_grpo.engines.vllm import VLLMEngine
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from kit.in_process import InProcessRun, build_tokenizer, config, jobs_of, length
-from kit.runs import command, steps_logged
-from kit.tiny_vlm import build_vlm_trainer, picture
+from kit.in_process import InProcessRun, jobs_of
+from kit.runs import ran, steps_logged, values_logged
+from kit.tiny_trainer import build_tokenizer, config, length
+from kit.tiny_vlm import Gallery, build_vlm_trainer, picture
 
 SETUP = str(Path(__file__).parent / "setups" / "tiny_idefics.py")
 CLOSE = 1e-4
@@ -258,13 +257,9 @@ def test_images_of_environments_are_those_that_the_trainer_sees(tmp_path: Path) 
 def test_two_workers_train_from_images(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     options = ("-n", "2", "--steps", "6", "--generator", "vllm")
-    with command("train", SETUP, *options, cwd=tmp_path, OMP_NUM_THREADS="1") as run:
-        assert run.wait() == 0, run.output
+    ran("train", SETUP, *options, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert steps_logged(run_dir) == list(range(1, 7))
-    logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    mismatch = [entry["async/logprob_mismatch"] for entry in logged if "async/logprob_mismatch" in entry]
+    mismatch = values_logged(run_dir, "async/logprob_mismatch")
     assert mismatch
     assert max(mismatch) < CLOSE, "the workers saw the images that the trainer sees"
-    with command("audit", str(run_dir), cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
-    assert "OK: all" in audit.output
+    assert "OK: all" in ran("audit", str(run_dir), cwd=tmp_path)

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 import qwen3_1m
-from test_vllm_engine import CLOSE, PROMPTS, change, finish, logprobs_of, published
+from engines_of_vllm import CLOSE, PROMPTS, change, finish, logprobs_of, published
 
 from async_grpo.engines.vllm import ENVIRONMENT, VLLMEngine
 from async_grpo.errors import UnsupportedError

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 import qwen3_1m
-from test_vllm_engine import CLOSE, PROMPTS, change, find_source, published, rollout_trainer
+from engines_of_vllm import CLOSE, PROMPTS, change, find_source, published, rollout_trainer
 
 from async_grpo.engines import Chunk
 from async_grpo.engines.vllm import VLLMEngine

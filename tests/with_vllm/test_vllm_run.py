@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,15 +11,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from kit.runs import ROOT, command, read, steps_logged
+from kit.runs import ROOT, command, ran, read, steps_logged, values_logged
 
 SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
 STEPS = 20
-
-
-def logged(run_dir: Path, name: str) -> list[float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [entry[name] for entry in map(json.loads, lines) if name in entry]
 
 
 def test_the_part_of_the_gpu_check_without_a_gpu(tmp_path: Path) -> None:
@@ -41,27 +35,24 @@ def test_twenty_steps_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None
         assert run.wait() == 0, run.output
     assert steps_logged(run_dir) == list(range(1, STEPS + 1))
     assert read(run_dir / "summary.json")["staleness_max"] <= 4
-    mismatch = logged(run_dir, "async/logprob_mismatch")
+    mismatch = values_logged(run_dir, "async/logprob_mismatch")
     assert mismatch
     assert max(mismatch) < 1e-4, "the sampler's log-probabilities are the trainer's at the same version"
-    with command("audit", str(run_dir), cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
-    assert "OK: all" in audit.output
+    assert "OK: all" in ran("audit", str(run_dir), cwd=tmp_path)
 
 
 def test_use_vllm_in_the_file_means_vllm_on_the_workers_and_adapters_in_flight(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     surroundings = {"TEST_USE_VLLM": "1", "TEST_LORA": "1", "OMP_NUM_THREADS": "1", "TEST_TOKENS": "48"}
     options = ("-n", "1", "--steps", "6", "--in-flight-update", "on")
-    with command("train", SETUP, *options, cwd=tmp_path, **surroundings) as run:
-        assert run.wait() == 0, run.output
+    ran("train", SETUP, *options, cwd=tmp_path, **surroundings)
     assert steps_logged(run_dir) == list(range(1, 7))
     from async_grpo.queue.codec import decode_group
 
     groups = [decode_group(path.read_bytes()) for path in (run_dir / "done").rglob("*.safetensors")]
     assert len(groups) >= 6 * 4  # more where groups were finished that the last step did not use
     assert all(group.token_versions is not None for group in groups)
-    mismatch = logged(run_dir, "async/logprob_mismatch")
+    mismatch = values_logged(run_dir, "async/logprob_mismatch")
     assert not mismatch or max(mismatch) < 1e-4
 
 
@@ -71,7 +62,6 @@ def test_deterministic_runs_are_equal_with_one_and_two_workers(tmp_path: Path) -
         folder = tmp_path / workers
         folder.mkdir()
         options = ("-n", workers, "--steps", "4", "--generator", "vllm", "--deterministic")
-        with command("train", SETUP, *options, cwd=folder, TEST_SAVE="1") as run:
-            assert run.wait() == 0, run.output
+        ran("train", SETUP, *options, cwd=folder, TEST_SAVE="1")
         weights.append((folder / "checkpoints" / "checkpoint-4" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from kit.runs import command, gone
+from kit.runs import command
+from kit.waiting import until_gone
 
 pytestmark = pytest.mark.slow
 SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
@@ -25,4 +26,4 @@ def test_the_server_of_plain_trl_answers_and_ends_with_the_run(tmp_path: Path) -
         assert run.wait() == 2, run.output
     assert "TRL cannot send weights to a vLLM server here" in run.output
     assert not (tmp_path / "run" / "vllm_server").exists()
-    assert gone(family)
+    until_gone(family)

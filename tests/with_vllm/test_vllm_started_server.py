@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 
 import psutil
@@ -11,15 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from kit.runs import command, read, steps_logged
+from kit.runs import command, ran, read, steps_logged, values_logged
+from kit.waiting import until_gone
 
 SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
 STEPS = 8
-
-
-def logged(run_dir: Path, name: str) -> list[float]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if name in line]
 
 
 def server_of(worker: psutil.Process) -> psutil.Process | None:
@@ -31,7 +25,7 @@ def check(run_dir: Path, steps: int) -> None:
     """The server sampled with the very weights that the trainer has at that version, and no group was lost."""
     assert steps_logged(run_dir) == list(range(1, steps + 1))
     assert read(run_dir / "summary.json")["jobs_quarantined"] == 0
-    mismatch = logged(run_dir, "async/logprob_mismatch")
+    mismatch = values_logged(run_dir, "async/logprob_mismatch")
     assert mismatch
     assert max(mismatch) < 1e-4, mismatch
 
@@ -52,19 +46,15 @@ def test_a_server_killed_in_the_middle_costs_no_group(tmp_path: Path) -> None:
     check(run_dir, STEPS)
     assert "is started again" in (run_dir / "log_worker_1.txt").read_text()
     assert read(run_dir / "summary.json")["worker_restarts"] == 0, "the server was started again, not the worker"
-    deadline = time.monotonic() + 60
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
-        assert time.monotonic() < deadline, "something of the server is left"
-        time.sleep(0.1)
+    until_gone(family)
 
 
 def test_tensor_parallelism_and_an_adapter_that_is_merged_on_the_way(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     options = ("-n", "1", "--steps", "3", "--generator", "vllm-server", "--max-staleness", "0")
     parallel = ("--set", "vllm_tensor_parallel_size=2")
-    with command(
+    ran(
         "train", SETUP, *options, *parallel, cwd=tmp_path, TEST_LORA="1", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="INFO"
-    ) as run:
-        assert run.wait() == 0, run.output
+    )
     check(run_dir, 3)
     assert "TP1" in (run_dir / "log_worker_1_vllm_server.txt").read_text()

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 from kit import runs
-from kit.runs import command, gone, read, steps_logged
+from kit.runs import command, ran, read, steps_logged
+from kit.waiting import until_gone
 
 pytestmark = pytest.mark.slow
 SETUP = str(Path(__file__).parent / "setups" / "demo.py")
@@ -42,12 +43,11 @@ def test_two_servers_in_a_sweep_of_which_one_is_killed(tmp_path: Path, monkeypat
         assert steps_logged(run) == list(range(1, 13))
         summary = read(run / "summary.json")
         assert (summary["jobs_quarantined"], summary["worker_restarts"]) == (0, 0)
-        with command("audit", str(run), "--json", cwd=tmp_path) as audit:
-            assert audit.wait() == 0, audit.output
+        ran("audit", str(run), "--json", cwd=tmp_path)
     assert "is started again" in (dirs[0] / "log_worker_1.txt").read_text()
     assert "is started again" not in (dirs[1] / "log_worker_1.txt").read_text()
     report = json.loads((tmp_path / "outputs" / "sweep_demo" / "report.json").read_text())
     assert {row["step"]: row["n"] for row in report["evaluations"]["success_rate"]} == {0: 2, 6: 2, 12: 2}
     links = sorted((tmp_path / "logs" / "parallel_training").glob("vllm_instance*"))
     assert [link.resolve().parent for link in links] == dirs
-    assert gone(family)
+    until_gone(family)

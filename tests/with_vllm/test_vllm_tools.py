@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,26 +10,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 from trl import GRPOTrainer
+from worker_on_vllm import GROUP_SIZE, GROUPS, ROW, served
 
-from async_grpo.engines.continuous import ContinuousEngine
-from async_grpo.engines.vllm import VLLMEngine
-from async_grpo.queue import ServerQueue, WorkerQueue
-from async_grpo.records import Job, RolloutGroup
-from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.rollout.worker import Worker, WorkerContext
-from async_grpo.settings import WorkerSettings
-from kit.in_process import (
-    QWEN3_CHAT_TEMPLATE,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-)
 from kit.learnt_by_heart import learn, played
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-ROW = {"prompt": [{"role": "user", "content": "3*4?"}]}
-GROUPS, GROUP_SIZE = 3, 2
 
 
 def multiply(a: int, b: int) -> int:
@@ -73,25 +56,6 @@ def says_done(completions: list[Any], **_: Any) -> list[float]:
     return [float(completion[-1]["content"] == "done") for completion in completions]
 
 
-class OwnWeights:
-    """The trainer's weights, as a worker leases them."""
-
-    version, newest = 0, ("one", 0)
-
-    def __init__(self, model: Any) -> None:
-        self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    @contextmanager
-    def lease(self) -> Iterator[Any]:
-        yield SimpleNamespace(items=self._tensors.items, version=0, generation="one")
-
-    def intact(self, *, wait: bool) -> bool:
-        return True
-
-    def release(self) -> None:
-        """Nothing is held between two leases."""
-
-
 def built(given: str, folder: Path) -> GRPOTrainer:
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
     return build_trainer(
@@ -111,31 +75,6 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
     trainer = built(request.param, tmp_path)
     learn(trainer.model, played(built(request.param, tmp_path), [CALL, "done"], ROW, GROUP_SIZE))
     return trainer
-
-
-def served(trainer: Any, folder: Path) -> list[RolloutGroup]:
-    folder.mkdir(mode=0o700)
-    server, queue = ServerQueue.open(folder, "run"), WorkerQueue.open(folder, 1, "cpu")
-    for seq in range(GROUPS):
-        server.submit(
-            Job(run_id="run", seq=seq, row=ROW, num_generations=GROUP_SIZE, seed=seq, born_version=0, min_version=0)
-        )
-    engine = VLLMEngine(trainer, seed=0)
-    context = WorkerContext(
-        trl=RolloutTrainer(trainer),
-        queue=queue,
-        weights=OwnWeights(trainer.model),  # type: ignore[arg-type]
-        run=SimpleNamespace(root=folder, read_state=lambda: SimpleNamespace(state="running")),  # type: ignore[arg-type]
-        should_stop=lambda: len(server.finished()) == GROUPS,
-        settings=WorkerSettings(),
-        deterministic=False,
-    )
-    try:
-        Worker(context, ContinuousEngine(engine, group_size=GROUP_SIZE)).run()
-    finally:
-        engine.close()
-    groups = [server.take(entry) for entry in server.finished()]
-    return [group for group in groups if group is not None]
 
 
 def test_tools_are_called_between_two_turns_on_the_engine(trainer: Any, tmp_path: Path) -> None:

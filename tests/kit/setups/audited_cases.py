@@ -11,12 +11,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from test_trl_overrides import Backwards, ReadsOldLogProbabilities, Shortened
 from transformers import Qwen3ForSequenceClassification
 from trl import GRPOTrainer
 
 from kit.compared_with_trl import settings
-from kit.in_process import build_model, build_tokenizer, letters
+from kit.own_code import Backwards, ReadsOldLogProbabilities, Shortened
+from kit.tiny_trainer import build_model, build_tokenizer, letters
 
 
 def curriculum(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, set_seed
 from trl import GRPOTrainer
 
-from kit.in_process import build_model, build_tokenizer, build_trainer, letters
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, letters
 
 CASE = os.environ["TEST_CASE"]
 calls = 0

@@ -14,11 +14,8 @@ from async_grpo.envs import SearchEnv, with_tags
 from async_grpo.envs.tags import message_of
 from async_grpo.errors import UsageError
 from async_grpo.rewards import questions
+from kit.tools import CHATML
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 THOUGHT = "<reasoning>I look.</reasoning>"
 CALL = '<tool>{"name": "search", "args": {"query": "x"}}</tool>'
 WANTED = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}

@@ -1,6 +1,0 @@
-"""Lets tests import the helper modules of the integration tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
