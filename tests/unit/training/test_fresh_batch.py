@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 from types import SimpleNamespace
 from typing import Any
@@ -64,13 +65,32 @@ def test_small_batches_are_judged_together_as_soon_as_no_others_could_make_it_ri
     assert not watch.undecided
 
 
-def test_small_batches_that_agree_end_nothing_and_nor_do_later_ones() -> None:
+@pytest.mark.parametrize(
+    ("value", "tokens", "stops", "says"),
+    [
+        (0.06, LEAST, True, "at most 0.05 are expected"),
+        (1.0, LEAST, False, "at most 0.5 are expected"),
+        (1.0, LEAST // 4, True, "So few tokens do not stop a run."),
+    ],
+)
+def test_what_does_not_stop_a_run_warns_once(
+    value: float, tokens: int, stops: bool, says: str, warnings: list[str]
+) -> None:
+    watch = guard(replace(STOPS, stops=stops))
+    for _ in range(2):
+        judged(watch, batch(far(value, tokens)))
+    [warning] = warnings
+    assert says in warning
+
+
+def test_small_batches_that_agree_end_nothing_and_later_ones_only_warn(warnings: list[str]) -> None:
     watch = guard()
     for _ in range(4):
         assert watch.waits
         judged(watch, batch(far(0.04, LEAST // 4)))
-    assert not watch.waits and not watch.undecided
+    assert not watch.waits and not watch.undecided and not warnings
     judged(watch, batch(far()))
+    assert len(warnings) == 1
 
 
 def test_what_does_not_count() -> None:
