@@ -28,15 +28,15 @@ WEIGHT_KILLS = re.compile(r"seed \d+: \{.*\} killed|\d+ reads of .* backwards")
 QUEUE: tuple[tuple[str, str, list[Any], list[Any]], ...] = (
     ("kill loop", "queue_kill_loop", ["--jobs", 10_000, "--kills", 1_000], ["--jobs", 400, "--kills", 40]),
     *(
-        (name, "queue_machine", ["--part", part], ["--part", part, "--every", 100])
+        (name, "queue_faults", ["--part", part], ["--part", part, "--every", 100])
         for name, part in (
             ("a kill at every file operation and in recovery", "kill"),
             ("power loss at every operation", "power"),
             ("an error at every operation", "error"),
         )
     ),
-    ("faults in any order", "queue_machine", ["--part", "any"], ["--part", "any", "--examples", 60]),
-    ("corrupt files", "queue_machine", ["--part", "corrupt"], ["--part", "corrupt", "--count", 800]),
+    ("faults in any order", "queue_faults", ["--part", "any"], ["--part", "any", "--examples", 60]),
+    ("corrupt files", "queue_faults", ["--part", "corrupt"], ["--part", "corrupt", "--count", 800]),
 )
 COUNTS = ("kills", "cases", "examples", "files")
 

@@ -62,12 +62,12 @@ def in_full(command: str) -> Any:
 @pytest.mark.parametrize(
     "command",
     [
-        "queue_machine.py --part kill --every 100",
-        "queue_machine.py --part error --every 20",
-        "queue_machine.py --part power --every 4",
-        in_full("queue_machine.py --part kill"),
-        in_full("queue_machine.py --part error"),
-        in_full("queue_machine.py --part power"),
+        "queue_faults.py --part kill --every 100",
+        "queue_faults.py --part error --every 20",
+        "queue_faults.py --part power --every 4",
+        in_full("queue_faults.py --part kill"),
+        in_full("queue_faults.py --part error"),
+        in_full("queue_faults.py --part power"),
     ],
 )
 def test_a_fault_at_every_operation(folder: Path, command: str) -> None:
@@ -76,14 +76,14 @@ def test_a_fault_at_every_operation(folder: Path, command: str) -> None:
 
 # The same examples each time: what nobody changed cannot turn red. `make chaos` draws new ones.
 @pytest.mark.parametrize(
-    "command", ["queue_machine.py --part any --examples 60 --seed 1", in_full("queue_machine.py --part any")]
+    "command", ["queue_faults.py --part any --examples 60 --seed 1", in_full("queue_faults.py --part any")]
 )
 def test_any_order_of_events_drains_exactly_once(folder: Path, command: str) -> None:
     must_pass(folder, command)
 
 
 @pytest.mark.parametrize(
-    "command", ["queue_machine.py --part corrupt --count 1600", in_full("queue_machine.py --part corrupt")]
+    "command", ["queue_faults.py --part corrupt --count 1600", in_full("queue_faults.py --part corrupt")]
 )
 def test_corrupt_files(folder: Path, command: str) -> None:
     must_pass(folder, command)
@@ -99,7 +99,7 @@ def test_a_disk_that_is_really_full(folder: Path) -> None:
         pytest.skip("there is no unshare here")
     if allowed.returncode != 0:
         pytest.skip(f"no mount in a user namespace here: {allowed.stderr.strip()}")
-    must_pass(folder, "queue_machine.py --part disk", prefix)
+    must_pass(folder, "queue_faults.py --part disk", prefix)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_no_module_of_the_queue_reads_clocks_of_files_or_unpickles(module: Path)
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_seeded_bug_is_caught(folder: Path, mutant: str) -> None:
-    command = "queue_machine.py --examples 200 --every 50 --count 400"
+    command = "queue_faults.py --examples 200 --every 50 --count 400"
     if mutant == "locks_that_a_forked_child_keeps":
         command = "queue_kill_loop.py --jobs 200 --kills 12 --deadline 2"
     code, told = run(folder, f"{command} --seed 5 --mutant {mutant}")
