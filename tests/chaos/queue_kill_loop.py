@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import random
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -73,17 +71,17 @@ def main() -> None:
     log_path = options.root / "log"
     log = Log(log_path)
     dice = random.Random(options.seed)
-    admitted = mmap.mmap(-1, 8)  # shared with the children: jobs below this number may be issued
+    admitted = options.root / "admitted"  # as many bytes as jobs may be issued
     orphans_end, mine = os.pipe()  # orphans end when this process does
 
     def admit(kills_done: int) -> None:
-        admitted[:8] = struct.pack("q", AHEAD + (options.jobs - AHEAD) * kills_done // max(1, options.kills))
+        os.truncate(admitted, AHEAD + (options.jobs - AHEAD) * kills_done // max(1, options.kills))
 
     def server() -> None:
         os.close(mine)
         trainer = Trainer(root, options.jobs, log, window=32, steps=16, max_attempts=MAX_ATTEMPTS)
         while not trainer.done:
-            trainer.submit(below=struct.unpack("q", admitted[:8])[0])
+            trainer.submit(below=admitted.stat().st_size)
             if not trainer.collect():
                 trainer.queue.wait(0.02)
             if dice.random() < 0.02:
@@ -109,6 +107,7 @@ def main() -> None:
         return forked(server if number == 0 else lambda: worker(number, life), log)
 
     started = time.monotonic()
+    admitted.touch()
     admit(0)
     children = {number: spawn(number, 0) for number in range(options.workers + 1)}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -135,3 +136,12 @@ def test_a_folder_on_another_disk_is_named(
     with pytest.raises(QueueError, match=r"done/0000000/.* is not on the disk that the queue is on"):
         take_all(server)
     assert names(server) == ["0000000000.a00_complete_from_dev1.safetensors"], "the group is still there"
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    root = Path(__file__).parents[3]
+    named = set(re.findall(r"`(test_\w+)`", (root / "docs" / "queue.md").read_text()))
+    sources = [path.read_text() for path in (root / "tests").rglob("test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"def (test_\w+)", source)}
+    assert len(named) > 20
+    assert not named - defined, named - defined

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 from queue_samples import answer, die, fail_for_good, make_group, make_job, names, same_group, serve, take_all
@@ -11,6 +13,7 @@ from queue_samples import answer, die, fail_for_good, make_group, make_job, name
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined, retry_given_up
 from async_grpo.queue.codec import encode_group
 from async_grpo.queue.names import COMPLETE, JobName
+from async_grpo.queue.server import MAX_OPEN
 from async_grpo.records import Job, Purpose
 
 
@@ -197,3 +200,26 @@ def test_results_that_nobody_takes_wake_the_server_once(server: ServerQueue, wor
     assert server.finished("train") == []
     assert not server._something_new()
     assert [entry.attempt for entry in server.finished("eval")] == [0]
+
+
+@pytest.mark.slow
+def test_no_job_is_taken_for_missing_where_a_listing_misses_it(server: ServerQueue) -> None:
+    for seq in range(MAX_OPEN):
+        server.submit(make_job(seq))
+    ends_at = time.monotonic() + 300.0
+    taken: list[int] = []
+
+    def work(number: int) -> None:
+        with closing(WorkerQueue.open(server.root, number, "cpu")) as worker:
+            while len(taken) < MAX_OPEN and time.monotonic() < ends_at:
+                serve(worker)
+
+    threads = [Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    while len(taken) < MAX_OPEN and time.monotonic() < ends_at:
+        taken += take_all(server)
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(MAX_OPEN))
+    assert (server.healing.missing, server.healing.duplicates) == (0, 0)
