@@ -136,7 +136,7 @@ class Trainer:
     def __init__(self, root: Path, total: int, log: Log, *, window: int = 8, steps: int = 3, **opened: Any) -> None:
         self._checkpoint = root.parent / f"{root.name}.checkpoint"
         self._log, self._total, self._window, self._steps = log, total, window, steps
-        self.consumed = self._saved()
+        self.consumed = self.saved()
         log.write("open", consumed=sorted(self.consumed))
         self.queue = ServerQueue.open(root, RUN, consumed=self.consumed, **opened)
         self._next = 0
@@ -184,7 +184,7 @@ class Trainer:
 
     def trim(self, keep: int) -> int:
         """Delete old groups that the checkpoint has."""
-        return self.queue.trim_done(keep, consumed=self._saved())
+        return self.queue.trim_done(keep, consumed=self.saved())
 
     def _use(self, seq: int) -> None:
         self.consumed.add(seq)
@@ -192,7 +192,8 @@ class Trainer:
         if self._since_checkpoint >= self._steps:
             self.checkpoint()
 
-    def _saved(self) -> set[int]:
+    def saved(self) -> set[int]:
+        """What the last checkpoint has."""
         with suppress(FileNotFoundError):
             return set(json.loads(self._checkpoint.read_text()))
         return set()

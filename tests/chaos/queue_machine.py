@@ -187,6 +187,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.disk.finishing = f"queue/{claims[0].name}"
             self._act(number, lambda: execute(self.workers[number], claims[0], self.log) or claims.pop(0))
             self.disk.finishing = ""
+            if number in self.workers:
+                assert self.workers[number]._claims.keys() >= {claim.job.seq for claim in claims}, "it forgets a claim"
 
     @rule(number=workers)
     def fail(self, number: int) -> None:

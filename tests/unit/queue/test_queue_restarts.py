@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,3 +134,12 @@ def test_a_server_starts_whatever_a_person_put_among_its_files(
         assert second.finished() == []
         assert names(second) == ["0000000000.a01_pending.safetensors"]
         assert (second.root / "quarantine" / "0000000000.a00_broken_processing_by_dev1.safetensors").is_dir()
+
+
+def test_who_tidies_up_in_a_live_run_breaks_nothing(server: ServerQueue, worker: WorkerQueue) -> None:
+    for seq in range(3):
+        server.submit(make_job(seq))
+        shutil.rmtree(server.root / "done")
+        (server.root / "done").mkdir(mode=0o700)
+        serve(worker)
+        assert take_all(server) == [seq]
