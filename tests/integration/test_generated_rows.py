@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +42,11 @@ def interrupt(folder: Path, env: dict[str, str]) -> int:
     """Begin with two workers. One is killed with a job in the first wave, the launcher in the second one."""
     run_dir, held = folder / "generation", {**env, "TEST_REWARD": "held", "TEST_REWARD_S": "0.05"}
     with command(*ASKED, "-n", "2", "--out", "rows", cwd=folder, **held) as run:
-
-        def at_work() -> list[int]:
-            return [n for n in (1, 2) if any((run_dir / "queue").glob(f"*_processing_by_dev{n}.safetensors"))]
-
-        victim = run.worker(run.wait_until(at_work, "a job on a worker")[0])
-        assert victim is not None
-        victim.kill()
+        run.kill_one_of_two_at_work(run_dir / "queue")
         run.wait_until(lambda: "a01" in " ".join(path.name for path in (run_dir / "queue").iterdir()), "a second try")
         Path(env["TEST_MARKER"]).touch()
         run.wait_until(lambda: len(complete(run_dir)) > PROBLEMS + 4, "the second wave")
-        processes = run.children()
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.process.wait()
-        for process in processes:
-            process.wait(timeout=60)
+        run.kill()
     return len(complete(run_dir))
 
 

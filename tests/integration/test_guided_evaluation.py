@@ -41,15 +41,7 @@ def test_each_strength_is_evaluated_once_and_the_weaker_stays_closer(folder: Pat
     asked = ("evaluate", "model", "--config", str(GUIDED), "-n", "2", "--eval-replicates", "4", "--json", "out.json")
     env = {"TEST_EVAL": "12", "TEST_REWARD": "held", "TEST_MARKER": str(folder / "marker")}
     with command(*asked, "--eval-eta", "0.1,0.5,off", cwd=folder, **env) as run:
-        queue = folder / "evaluation" / "queue"
-
-        def busy() -> list[int]:
-            return [n for n in (1, 2) if any(queue.glob(f"9*_processing_by_dev{n}.safetensors"))]
-
-        [number, *_] = run.wait_until(busy, "an evaluation on a worker")
-        worker = run.worker(number)
-        assert worker is not None
-        worker.kill()
+        run.kill_one_of_two_at_work(folder / "evaluation" / "queue", "9")
         (folder / "marker").touch()
         assert run.wait() == 0, run.output
     lines = lines_of(folder / "evaluation" / "evaluations.jsonl")

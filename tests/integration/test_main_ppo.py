@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +16,8 @@ from async_grpo.tasks import score
 from async_grpo.verl_keys import Keys, planned
 from async_grpo.verl_keys.keys import ACTOR, ROLLOUT
 from async_grpo.verl_keys.trainer import trainer_from
-from kit.runs import ROOT, SETUP, command, ran, steps_logged
+from kit.runs import ROOT, command, ran, steps_logged
+from kit.verl_files import write_model_and_tasks
 
 pytestmark = pytest.mark.integration
 
@@ -32,19 +32,8 @@ TASKS = "data.train_files={'math':'math.parquet','logic':'logic.parquet'}"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that commands run in: a model, and a file of 160 rows for each of two tasks."""
-    sys.path.insert(0, str(SETUP.parent))
-    from random_model import get_trainer
-
     monkeypatch.chdir(tmp_path)
-    trainer = get_trainer()
-    trainer.model.save_pretrained("model")
-    trainer.processing_class.save_pretrained("model")
-    for task, source in (("math", "math__sums"), ("logic", "simulation__sums")):
-        rows = [
-            {"data_source": source, "prompt": f"{number % 10}+{number % 7}=", "reward_model": {"ground_truth": "7"}}
-            for number in range(160)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), f"{task}.parquet")
+    write_model_and_tasks(tmp_path)
     return tmp_path
 
 

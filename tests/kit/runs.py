@@ -17,7 +17,7 @@ import psutil
 
 from async_grpo.cli import main
 from async_grpo.rundir.reading import LineReader
-from kit.waiting import until
+from kit.waiting import until, until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(__file__).parent / "setups" / "random_model.py"
@@ -60,6 +60,23 @@ class Command:
             if "worker" in arguments and arguments[arguments.index("--id") + 1] == str(number):
                 return child
         return None
+
+    def kill(self) -> None:
+        """Kill it, and wait for the end of all that it has started."""
+        family = self.children()
+        self.process.kill()
+        self.process.wait()
+        until_gone(family)
+
+    def kill_one_of_two_at_work(self, queue: Path, jobs: str = "") -> None:
+        """Kill the worker that is the first to have a job whose name begins so."""
+        names = {number: f"{jobs}*_processing_by_dev{number}.safetensors" for number in (1, 2)}
+        number, *_ = self.wait_until(
+            lambda: [number for number, name in names.items() if any(queue.glob(name))], "a job on a worker"
+        )
+        victim = self.worker(number)
+        assert victim is not None
+        victim.kill()
 
     def server(self) -> psutil.Process:
         """The process of the parameter server, or of its only rank."""

@@ -97,7 +97,7 @@ def test_one_node_needs_no_ray_and_the_job_ends_as_its_program(job: Job, tmp_pat
 
 def test_the_signal_before_the_walltime_reaches_the_launcher_alone(job: Job, tmp_path: Path) -> None:
     process = job("multinode_mtl.sh", nodes=2, ENDS="by-signal")
-    until((tmp_path / "notes").exists, process=process, said=lambda: ended(process))
+    until((tmp_path / "notes").exists, deadline_s=DEADLINE_S, process=process, said=lambda: ended(process))
     process.send_signal(signal.SIGUSR1)
     assert "sbatch again continues it" in ended(process)
     assert process.returncode == 0
@@ -116,7 +116,8 @@ def test_a_script_that_is_no_job_says_so(tmp_path: Path) -> None:
 def test_a_job_that_is_submitted_again_continues(job: Job, small_job: SmallJob) -> None:
     """The script of six tasks, on two small ones, on the CPU."""
     process = job("multinode_mtl.sh", *small_job.keys, **small_job.env)
-    until((small_job.output / "checkpoint-10").is_dir, process=process, said=lambda: ended(process))
+    checkpoint = small_job.output / "checkpoint-10"
+    until(checkpoint.is_dir, deadline_s=DEADLINE_S, process=process, said=lambda: ended(process))
     process.send_signal(signal.SIGUSR1)
     assert "stopped" in ended(process)
     again = job("multinode_mtl.sh", *small_job.keys, **small_job.env)
