@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_weights_faults import ACTORS, check_reads, kill_loop
 from weights_actors import STEPS, Nursery, logged, model_of, read_log, tensors_of
+from weights_kill_loop import ACTORS, check_reads, kill_loop
 from weights_mutants import GPU_ONLY, MUTANTS
 
 from async_grpo_ipc import AttachError, ExporterDiedError, WeightExporter, open_remote_memory

@@ -1,12 +1,13 @@
-"""Rules for the sources: no class has the name of another one, and a tensor names its dtype and device."""
+"""Rules for the sources: names of classes, dtype and device of tensors, and what test modules import."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "src"
+SRC, TESTS = Path(__file__).parents[2] / "src", Path(__file__).parents[1]
 INTEGERS = ("arange", "randperm")
 MAKERS = (
     *INTEGERS,
@@ -44,3 +45,10 @@ def test_each_tensor_names_its_dtype_and_device() -> None:
                 if maker[6:] in MAKERS and needed - {keyword.arg for keyword in node.keywords}:
                     silent.append(f"{path.relative_to(SRC)}:{node.lineno}: {ast.unparse(node)}")
     assert silent == []
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several share is in `tests/kit`, or in a module beside them."""
+    imports = re.compile(r"^\s*(?:from|import) (test_\w+)", re.MULTILINE)
+    found = {path: {*imports.findall(path.read_text())} - {path.stem} for path in TESTS.rglob("*.py")}
+    assert not {path: others for path, others in found.items() if others}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_recorder import Model
+from published_model import Model
 
 from async_grpo.deltas import DeltaCallback
 from async_grpo.deltas import encoder as encoder_module

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from delta_chains import ABOUT
-from torch import Tensor, nn
+from published_model import Model
+from torch import Tensor
 
 from async_grpo.deltas import encoder as encoder_module
 from async_grpo.deltas import recorder as recorder_module
@@ -26,23 +27,6 @@ from async_grpo.training.weight_publisher import WeightPublisher
 from async_grpo_ipc import WeightExporter
 
 Versions = dict[int, dict[str, Tensor]]
-
-
-class Saving:
-    def save_pretrained(self, folder: str) -> None:
-        (Path(folder) / "config.json").write_text("{}")
-
-
-class Model(nn.Module):
-    """One frozen and two trained matrices, and what `save_pretrained` of a model is asked for."""
-
-    config = Saving()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(40, 16)
-        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-        self.embed.requires_grad_(False)
 
 
 class Run:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.sampler_work import decoding_loop, work_of_passes
-from test_decoding import GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
-from test_decoding import run as run_to_the_end
+from decoding_models import GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
+from decoding_models import run as run_to_the_end
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

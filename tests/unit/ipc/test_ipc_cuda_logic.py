@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ipc_staging import staging
+from staged_copies import staging
 
 from async_grpo_ipc import (
     AttachError,

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from shared_models import same, step
 from torch import nn
 
 from async_grpo_ipc import (
@@ -21,17 +22,6 @@ from async_grpo_ipc import (
 )
 from async_grpo_ipc.control import SlotState
 from async_grpo_ipc.locks import FIRST_SLOT_BYTE
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    ours, theirs = a.state_dict(), b.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def step(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
 
 
 def test_nothing_is_ready_before_the_first_publish(exporter, handle):

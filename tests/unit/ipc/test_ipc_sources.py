@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_ipc_share import same, step
+from shared_models import same, step
 from torch import nn
 
 from async_grpo_ipc import Blueprint, MismatchError, WeightExporter, flatten_parameters, open_remote_memory

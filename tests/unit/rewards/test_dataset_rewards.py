@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_sandbox import isolated
+from isolated_sandbox import isolated
 
 from async_grpo.rewards import final_number, gsm8k, math, mbpp
 from async_grpo.rewards.answers import final_answer, parse

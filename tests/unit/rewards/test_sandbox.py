@@ -13,30 +13,13 @@ from types import ModuleType
 
 import psutil
 import pytest
+from isolated_sandbox import isolated
 
 from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run, run_code
 from kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = Limits(wall_s=2.0, cpu_s=1, memory_bytes=192 << 20)
-
-
-def _why_not() -> str:
-    """Why this machine cannot isolate a program; empty if it can."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "1"
-    try:
-        run_code("pass")
-    except SandboxError as error:
-        return str(error)
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-    return ""
-
-
-WHY_NOT = _why_not()
-isolated = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @pytest.fixture(autouse=True)
