@@ -1,0 +1,230 @@
+"""The faults that `plant_faults.py` plants: mistakes that a maintainer could make, each against a promise.
+
+A fault is its name, its file below `src`, and the tests that find it, below `tests`, the cheapest first: a file to save
+time, and the folder that has it under whatever name. The lines after - are there once; those after + take their place.
+"""
+
+PLANTED = """
+result-not-synced async_grpo/queue/transitions.py unit/queue chaos/test_queue_faults.py
+-            if durable:
+-                self.files.sync(temporary)
+
+claim-dropped-first async_grpo/queue/worker.py unit/queue/test_queue_protocol.py unit/queue
+-        self._moves.publish(encode_group(group), f"queue/{result}", durable=self._durable)
+-        self._moves.drop(f"queue/{claim.name}")
++        self._moves.drop(f"queue/{claim.name}")
++        self._moves.publish(encode_group(group), f"queue/{result}", durable=self._durable)
+
+one-try-more async_grpo/queue/transitions.py unit/queue/test_queue_protocol.py unit/queue
+- claim.attempt + 1 >= max_attempts
++ claim.attempt + 1 > max_attempts
+
+far-death-counts async_grpo/queue/recovery.py unit/nodes/test_seat.py unit/nodes unit/queue
+- counts=counts and not is_far
++ counts=counts
+
+stopped-keeps-jobs async_grpo/queue/worker.py unit/queue/test_queue_protocol.py unit/queue
+-            self.hand_back_all()
++            pass
+
+downtime-counts async_grpo/queue/recovery.py unit/queue/test_queue_restarts.py unit/queue
+- recover_dead(root, self._moves, max_attempts, counts=False)
++ recover_dead(root, self._moves, max_attempts)
+
+consumed-given-back async_grpo/queue/recovery.py unit/queue/test_queue_restarts.py unit/queue
+- if name.state == COMPLETE and not self._is_over(name.seq):
++ if name.state == COMPLETE:
+
+trims-unconsumed async_grpo/queue/transitions.py unit/queue/test_queue_restarts.py unit/queue
+- if name.state == DUPLICATE or name.seq in consumed]
++ ]
+
+checksum-not-compared async_grpo/queue/codec.py unit/queue/test_queue_file_bytes.py unit/queue
+- if data[_CHECKSUM_AT:_CHECKSUM_END] != checksum:
++ if not checksum:
+
+lock-shared async_grpo/rundir/locks.py unit/queue/test_queue_server_lock.py unit/queue
+- fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
++ fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+json-in-place async_grpo/rundir/files.py unit/rundir/test_files.py unit/rundir
+-            temporary.write_text(text)
+-            temporary.replace(path)
++            path.write_text(text)
+
+half-line-kept async_grpo/rundir/files.py unit/rundir/test_files.py unit/rundir
+-        self._end = _end_of_last_line(self._file)
+-        self._file.truncate(self._end)
++        self._end = self._file.seek(0, os.SEEK_END)
+
+stale-by-one async_grpo/training/schedule.py unit/training/test_staleness.py unit/training
+- used_at - self.max_staleness <= version
++ used_at - self.max_staleness <= version + 1
+
+over-age-used async_grpo/training/rollout_source.py unit/training/test_rollout_source.py unit/training
+-        self._drop_over_age(version)
+
+resumes-a-version-late async_grpo/training/schedule.py unit/training/test_staleness.py unit/training
+- first_version=state.step,
++ first_version=state.step + 1,
+
+seed-of-run-only async_grpo/training/job_issuer.py unit/training/test_rollout_source.py unit/training
+- seed_from(f"{run_seed}:{seq}")
++ seed_from(f"{run_seed}")
+
+held-version-replaced async_grpo/training/weight_publisher.py unit/training/test_weight_publisher.py unit/training
+- if self._due is None or self.held_at is not None:
++ if self._due is None:
+
+quota-waits-for-nothing async_grpo/training/rollout_source.py unit/training/test_quotas.py unit/training
+- if len(there) < min(quota, len(under_way)):
++ if len(there) < quota:
+
+ratio-inverted async_grpo/training/corrections/weights.py unit/training/test_corrections.py unit/training
+- (log_pi_old - log_mu)
++ (log_mu - log_pi_old)
+
+cap-ignored async_grpo/training/corrections/weights.py unit/training/test_corrections.py unit/training
+- ratio.clamp(rule.least, rule.most)
++ ratio.clamp(rule.least)
+
+tool-tokens-counted async_grpo/training/corrections/weights.py unit/training/test_corrections.py unit/training
+- return (mask if "tool_mask" not in batch else mask * batch["tool_mask"]).bool()
++ return mask.bool()
+
+trainers-logprobs async_grpo/training/corrections/corrected_batch.py unit/training/test_corrections.py unit/training
+- batch["old_per_token_logps"] = batch["sampling_per_token_logps"].where(counted, 0.0)
++ batch.setdefault("old_per_token_logps", batch["sampling_per_token_logps"].where(counted, 0.0))
+
+clip-bounds-swapped async_grpo/training/corrections/trl_loss.py integration/test_trl_corrections.py
+- Clip(1 - trainer.epsilon_low, 1 + trainer.epsilon_high, sequences)
++ Clip(1 - trainer.epsilon_high, 1 + trainer.epsilon_low, sequences)
+
+rate-without-root async_grpo/training/corrections/step_scaling.py unit/training/test_step_scaling.py unit/training
+- group["lr"] * sqrt(share)
++ group["lr"] * share
+
+padded-on-the-left async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
+- pad(part, (0, keep - part.shape[1]))
++ pad(part, (keep - part.shape[1], 0))
+
+rows-not-put-back async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
+- back = torch.tensor(order, dtype=torch.long, device=ids.device).argsort()
++ back = torch.tensor(order, dtype=torch.long, device=ids.device)
+
+mean-of-the-batch async_grpo/archive/advantages.py unit/archive/test_advantages.py unit/archive
+- [(totals - _mean(totals)) /
++ [(totals - _mean(np.concatenate(each))) /
+
+spread-without-bessel async_grpo/credit/formulas.py unit/credit
+- known.std(ddof=1)
++ known.std()
+
+gae-without-lambda async_grpo/credit/gae.py unit/credit/test_gae.py unit/credit
+- error + gamma * lam * advantage_after
++ error + gamma * advantage_after
+
+lesser-value-loss async_grpo/credit/gae.py unit/credit/test_gae.py unit/credit
+- torch.max(errors, clipped)
++ torch.min(errors, clipped)
+
+whitened-with-padding async_grpo/credit/gae.py unit/credit/test_gae.py unit/credit
+- everywhere(advantages[counts])
++ everywhere(advantages.flatten())
+
+kl-rewarded async_grpo/credit/ppo.py integration/test_ppo_trainer.py
+- scores - self._penalty(output, mask)
++ scores + self._penalty(output, mask)
+
+task-gradients-too-small async_grpo/tasks/gradients.py unit/tasks/test_gradients.py unit/tasks
+- return weights if method == "pcgrad" else len(there) * weights
++ return weights
+
+logprobs-without-temperature async_grpo/engines/decoding.py unit/engines/test_decoding.py unit/engines
+- logits_bV.float() / self._temperature
++ logits_bV.float()
+
+end-token-not-counted async_grpo/engines/decoding.py unit/engines/test_decoding.py unit/engines
+-        self.lengths_B += self._going_B
+-        self._going_B &= ~self._criteria(self._sequences_BL[:, : self._position + 1], None)
++        self._going_B &= ~self._criteria(self._sequences_BL[:, : self._position + 1], None)
++        self.lengths_B += self._going_B
+
+top-p-off async_grpo/engines/transformers.py unit/engines/test_transformers_engine.py unit/engines
+- for name in ("top_p", "top_k", "min_p"):
++ for name in ("top_k", "min_p"):
+
+samples-with-old-weights async_grpo/rollout/worker.py unit/rollout/test_worker.py unit/rollout
+- if version is not None and claim.job.min_version <= version]
++ if version is not None]
+
+lease-not-released async_grpo_ipc/attachment.py unit/ipc/test_ipc_share.py unit/ipc
+-        if not self._held[lease.slot]:
++        if self._held[lease.slot]:
+
+newest-overwritten async_grpo_ipc/exporter.py unit/ipc/test_ipc_share.py unit/ipc
+- is_newest = slot == self._current and len(self._in_slots) > 1
++ is_newest = slot != self._current and len(self._in_slots) > 1
+
+not-aligned async_grpo_ipc/layout.py unit/ipc/test_ipc_layout.py unit/ipc
+- offset = align(offset + spec.nbytes)
++ offset = offset + spec.nbytes
+
+another-slot-read async_grpo_ipc/attachment.py unit/ipc/test_ipc_share.py unit/ipc
+- self.memory.blocks[1 + slot]
++ self.memory.blocks[slot - 1]
+
+memory-not-limited async_grpo/rewards/sandbox/run.py unit/rewards/test_sandbox.py unit/rewards
+-        "RLIMIT_AS": limits.memory_bytes,
+
+key-not-redacted async_grpo/redaction.py unit/test_redaction.py
+- r"hf_[A-Za-z0-9]{16,}|api_org_\\w{8,}",
++ r"api_org_\\w{8,}",
+
+sent-weights-not-verified async_grpo/nodes/receiving.py unit/nodes/test_sent_weights.py unit/nodes
+-            _require(digest(as_stored(payload, self._slot)), about["digest"], f"Version {version}")
+
+delta-not-verified async_grpo/deltas/delta.py unit/deltas/test_delta.py unit/deltas
+- if found != delta.header.result:
++ if not found:
+
+token-not-asked-for async_grpo/nodes/cluster.py unit/nodes/test_gate.py unit/nodes
+- if os.environ.get(AUTH_MODE) == "token":
++ if AUTH_MODE in os.environ:
+
+used-twice-unsaid async_grpo/archive/audit.py unit/archive/test_audit.py unit/archive
+- if len(all_uses) > 1:
++ if len(all_uses) > 2:
+
+rolled-back-step-counts async_grpo/archive/history.py unit/archive/test_history.py unit/archive
+- if used.step <= (process.resumed_from or 0)]
++ if used.step <= (process.resumed_from or 0) + 1]
+
+evaluated-twice async_grpo/evals/eval_schedule.py unit/evals/test_evaluation.py unit/evals
+- if not self._every or version in self._ledger.steps or not (
++ if not self._every or not (
+
+ledger-forgotten async_grpo_experiments/slots/ledger.py unit/slots unit/sweeps
+- self.records = read(path)
++ self.records: dict[str, Record] = {}
+
+doctor-silent async_grpo/checks/doctor/machine.py unit/checks/test_doctor.py unit/checks
+- elif not requirement.specifier.contains(have, prereleases=True):
++ elif have not in requirement.specifier and Version(have).is_prerelease:
+
+one-restart-more async_grpo/launch/supervisor.py unit/launch/test_supervisor.py unit/launch
+- self._restarts_in_a_row < MAX_RESTARTS_IN_A_ROW
++ self._restarts_in_a_row <= MAX_RESTARTS_IN_A_ROW
+
+damaged-checkpoint-resumed async_grpo/archive/checkpoint_folders.py unit/archive/test_checkpoint_folders.py unit/archive
+-        _check_whole(newest)
++        pass
+
+best-checkpoint-deleted async_grpo/archive/checkpoint_folders.py unit/archive/test_checkpoint_folders.py unit/archive
+- protected = {*mine[-1:], *(path for path in mine if _is(path, best))}
++ protected = {*mine[-1:]}
+
+random-state-not-restored async_grpo/training/trl_trainer.py integration/test_resume.py integration/test_determinism.py
+-            torch.random.set_rng_state(trainer.random_before_data)
++            pass
+"""
