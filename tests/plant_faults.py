@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,12 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from planted import PLANTED
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 300.0  # of the tests of one fault
+DEADLINE_S = 300  # of one call of pytest
 CAUGHT, MISSED, UNKNOWN = "caught", "missed", "unknown"
 
 
@@ -75,37 +77,21 @@ def copy_tracked(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
-def run_tests(copy: Path, tests: Sequence[str], *options: str, deadline_s: float) -> tuple[int | None, str]:
-    """Run pytest in the copy; returns its exit code, None if it took too long, and what it printed."""
+def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
+    """Run pytest in the copy; returns its exit code and what it printed. `timeout` ends it with all that it started."""
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *options, *tests]
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=copy,
-            env={**env, "PYTHONPATH": str(copy / "src")},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # nobody else has waited for it, so the group is ours
-                process.wait()
+    command = ["timeout", "--signal=KILL", f"{DEADLINE_S}", sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line"]
+    command += ["-p", "no:cacheprovider", *options, *tests]
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as anything that a test started
+        env |= {"PYTHONPATH": str(copy / "src")}
+        code = subprocess.run(command, cwd=copy, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
         output.seek(0)
         return code, output.read()
 
 
 def failed(output: str) -> list[str]:
     """The tests that failed, or had an error before they began."""
-    heads = [
-        line.partition(" ")[2].partition(" - ")[0] for line in output.splitlines() if line[:6] in ("FAILED", "ERROR ")
-    ]
-    return [head for head in heads if "::" in head]
+    return re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
 
 
 def look_for(fault: Fault, copy: Path) -> Found:
@@ -120,7 +106,7 @@ def look_for(fault: Fault, copy: Path) -> Found:
     verdict, by = MISSED, ""
     try:
         for target in there:  # one after the other: collecting a folder takes longer than most files of it
-            code, output = run_tests(copy, [target], "-x", deadline_s=DEADLINE_S)
+            code, output = run_tests(copy, [target], "-x")
             if code != 0:
                 tests = failed(output) if code == 1 else []
                 verdict, by = (CAUGHT, tests[0]) if tests else (UNKNOWN, why_not(code, output))
@@ -130,14 +116,15 @@ def look_for(fault: Fault, copy: Path) -> Found:
     return Found(fault.name, verdict, by, round(time.monotonic() - began, 1))
 
 
-def why_not(code: int | None, output: str) -> str:
-    return f"no end in {DEADLINE_S:g} s" if code is None else f"pytest ended with {code}: {output.strip()[-300:]}"
+def why_not(code: int, output: str) -> str:
+    killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    return f"no end in {DEADLINE_S} s" if killed else f"pytest ended with {code}: {output.strip()[-300:]}"
 
 
 def without_fault(found: Sequence[Found], copy: Path) -> None:
     """Take back what tests have caught that fail anyway."""
     tests = sorted({one.by for one in found if one.verdict == CAUGHT})
-    code, output = run_tests(copy, tests, deadline_s=DEADLINE_S * 2) if tests else (0, "")
+    code, output = run_tests(copy, tests) if tests else (0, "")
     failing = failed(output) if code == 1 else []
     for one in found:
         if one.verdict == CAUGHT and code != 0 and (one.by in failing or not failing):
@@ -166,7 +153,8 @@ def main() -> int:
             console.print(f"{found[-1].verdict} {fault.name} ({found[-1].seconds:g} s)", highlight=False)
         without_fault(found, Path(folder))
     for one in found:
-        table.add_row(one.fault, one.by if one.verdict == CAUGHT else f"{one.verdict}: {one.by}", f"{one.seconds:g}")
+        by = one.by if one.verdict == CAUGHT else f"{one.verdict}: {one.by}"
+        table.add_row(one.fault, escape(by), f"{one.seconds:g}")
     console.print(table)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n")

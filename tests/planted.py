@@ -19,10 +19,6 @@ one-try-more async_grpo/queue/transitions.py unit/queue/test_queue_protocol.py u
 - claim.attempt + 1 >= max_attempts
 + claim.attempt + 1 > max_attempts
 
-far-death-counts async_grpo/queue/recovery.py unit/nodes/test_seat.py unit/nodes unit/queue
-- counts=counts and not is_far
-+ counts=counts
-
 stopped-keeps-jobs async_grpo/queue/worker.py unit/queue/test_queue_protocol.py unit/queue
 -            self.hand_back_all()
 +            pass
@@ -31,38 +27,13 @@ downtime-counts async_grpo/queue/recovery.py unit/queue/test_queue_restarts.py u
 - recover_dead(root, self._moves, max_attempts, counts=False)
 + recover_dead(root, self._moves, max_attempts)
 
-consumed-given-back async_grpo/queue/recovery.py unit/queue/test_queue_restarts.py unit/queue
-- if name.state == COMPLETE and not self._is_over(name.seq):
-+ if name.state == COMPLETE:
-
-trims-unconsumed async_grpo/queue/transitions.py unit/queue/test_queue_restarts.py unit/queue
-- if name.state == DUPLICATE or name.seq in consumed]
-+ ]
-
-checksum-not-compared async_grpo/queue/codec.py unit/queue/test_queue_file_bytes.py unit/queue
-- if data[_CHECKSUM_AT:_CHECKSUM_END] != checksum:
-+ if not checksum:
-
 lock-shared async_grpo/rundir/locks.py unit/queue/test_queue_server_lock.py unit/queue
 - fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 + fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-json-in-place async_grpo/rundir/files.py unit/rundir/test_files.py unit/rundir
--            temporary.write_text(text)
--            temporary.replace(path)
-+            path.write_text(text)
-
-half-line-kept async_grpo/rundir/files.py unit/rundir/test_files.py unit/rundir
--        self._end = _end_of_last_line(self._file)
--        self._file.truncate(self._end)
-+        self._end = self._file.seek(0, os.SEEK_END)
-
 stale-by-one async_grpo/training/schedule.py unit/training/test_staleness.py unit/training
 - used_at - self.max_staleness <= version
 + used_at - self.max_staleness <= version + 1
-
-over-age-used async_grpo/training/rollout_source.py unit/training/test_rollout_source.py unit/training
--        self._drop_over_age(version)
 
 resumes-a-version-late async_grpo/training/schedule.py unit/training/test_staleness.py unit/training
 - first_version=state.step,
@@ -72,13 +43,9 @@ seed-of-run-only async_grpo/training/job_issuer.py unit/training/test_rollout_so
 - seed_from(f"{run_seed}:{seq}")
 + seed_from(f"{run_seed}")
 
-held-version-replaced async_grpo/training/weight_publisher.py unit/training/test_weight_publisher.py unit/training
+held-version-replaced async_grpo/training/weight_publisher.py unit/deltas/test_recorder.py unit/deltas unit/training
 - if self._due is None or self.held_at is not None:
 + if self._due is None:
-
-quota-waits-for-nothing async_grpo/training/rollout_source.py unit/training/test_quotas.py unit/training
-- if len(there) < min(quota, len(under_way)):
-+ if len(there) < quota:
 
 ratio-inverted async_grpo/training/corrections/weights.py unit/training/test_corrections.py unit/training
 - (log_pi_old - log_mu)
@@ -96,29 +63,29 @@ trainers-logprobs async_grpo/training/corrections/corrected_batch.py unit/traini
 - batch["old_per_token_logps"] = batch["sampling_per_token_logps"].where(counted, 0.0)
 + batch.setdefault("old_per_token_logps", batch["sampling_per_token_logps"].where(counted, 0.0))
 
-clip-bounds-swapped async_grpo/training/corrections/trl_loss.py integration/test_trl_corrections.py
+clip-bounds-swapped async_grpo/training/corrections/trl_loss.py unit/training/test_corrections.py unit/training
 - Clip(1 - trainer.epsilon_low, 1 + trainer.epsilon_high, sequences)
 + Clip(1 - trainer.epsilon_high, 1 + trainer.epsilon_low, sequences)
 
-rate-without-root async_grpo/training/corrections/step_scaling.py unit/training/test_step_scaling.py unit/training
-- group["lr"] * sqrt(share)
-+ group["lr"] * share
+weights-of-the-new-policy async_grpo/training/corrections/corrected_batch.py integration/test_trl_corrections.py
+- old = inputs.get("old_per_token_logps", log_pi)
++ old = log_pi
+
+rows-issued-again async_grpo/training/prompts.py integration/test_trl_prompts.py
+- size = batch * trainer.num_iterations * trainer.args.steps_per_generation
++ size = batch
+
+batch-begun-again async_grpo/training/trl_trainer.py integration/test_determinism.py integration/test_ppo_runs.py
+- trainer._step, trainer._buffered_inputs = batch.passes_done, list(batch.inputs)
++ trainer._step, trainer._buffered_inputs = 0, list(batch.inputs)
 
 padded-on-the-left async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
 - pad(part, (0, keep - part.shape[1]))
 + pad(part, (keep - part.shape[1], 0))
 
-rows-not-put-back async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
-- back = torch.tensor(order, dtype=torch.long, device=ids.device).argsort()
-+ back = torch.tensor(order, dtype=torch.long, device=ids.device)
-
-mean-of-the-batch async_grpo/archive/advantages.py unit/archive/test_advantages.py unit/archive
+mean-of-the-batch async_grpo/archive/advantages.py unit/archive/test_advantages.py integration/test_trl_contract_loss.py
 - [(totals - _mean(totals)) /
 + [(totals - _mean(np.concatenate(each))) /
-
-spread-without-bessel async_grpo/credit/formulas.py unit/credit
-- known.std(ddof=1)
-+ known.std()
 
 gae-without-lambda async_grpo/credit/gae.py unit/credit/test_gae.py unit/credit
 - error + gamma * lam * advantage_after
@@ -170,35 +137,17 @@ not-aligned async_grpo_ipc/layout.py unit/ipc/test_ipc_layout.py unit/ipc
 - offset = align(offset + spec.nbytes)
 + offset = offset + spec.nbytes
 
-another-slot-read async_grpo_ipc/attachment.py unit/ipc/test_ipc_share.py unit/ipc
-- self.memory.blocks[1 + slot]
-+ self.memory.blocks[slot - 1]
-
-memory-not-limited async_grpo/rewards/sandbox/run.py unit/rewards/test_sandbox.py unit/rewards
--        "RLIMIT_AS": limits.memory_bytes,
-
 key-not-redacted async_grpo/redaction.py unit/test_redaction.py
 - r"hf_[A-Za-z0-9]{16,}|api_org_\\w{8,}",
 + r"api_org_\\w{8,}",
-
-sent-weights-not-verified async_grpo/nodes/receiving.py unit/nodes/test_sent_weights.py unit/nodes
--            _require(digest(as_stored(payload, self._slot)), about["digest"], f"Version {version}")
 
 delta-not-verified async_grpo/deltas/delta.py unit/deltas/test_delta.py unit/deltas
 - if found != delta.header.result:
 + if not found:
 
-token-not-asked-for async_grpo/nodes/cluster.py unit/nodes/test_gate.py unit/nodes
-- if os.environ.get(AUTH_MODE) == "token":
-+ if AUTH_MODE in os.environ:
-
 used-twice-unsaid async_grpo/archive/audit.py unit/archive/test_audit.py unit/archive
 - if len(all_uses) > 1:
 + if len(all_uses) > 2:
-
-rolled-back-step-counts async_grpo/archive/history.py unit/archive/test_history.py unit/archive
-- if used.step <= (process.resumed_from or 0)]
-+ if used.step <= (process.resumed_from or 0) + 1]
 
 evaluated-twice async_grpo/evals/eval_schedule.py unit/evals/test_evaluation.py unit/evals
 - if not self._every or version in self._ledger.steps or not (
@@ -219,12 +168,4 @@ one-restart-more async_grpo/launch/supervisor.py unit/launch/test_supervisor.py 
 damaged-checkpoint-resumed async_grpo/archive/checkpoint_folders.py unit/archive/test_checkpoint_folders.py unit/archive
 -        _check_whole(newest)
 +        pass
-
-best-checkpoint-deleted async_grpo/archive/checkpoint_folders.py unit/archive/test_checkpoint_folders.py unit/archive
-- protected = {*mine[-1:], *(path for path in mine if _is(path, best))}
-+ protected = {*mine[-1:]}
-
-random-state-not-restored async_grpo/training/trl_trainer.py integration/test_resume.py integration/test_determinism.py
--            torch.random.set_rng_state(trainer.random_before_data)
-+            pass
 """

@@ -213,6 +213,7 @@ def test_kl_in_the_reward(tmp_path: Path, kl_penalty: str, model_folder: str) ->
     assert logs[2]["critic/rewards/mean"] != pytest.approx(logs[2]["critic/score/mean"], abs=1e-5)
     if kl_penalty != "kl":  # which may be negative
         assert logs[2]["actor/reward_kl"] > 0.001
+        assert logs[2]["critic/rewards/mean"] < logs[2]["critic/score/mean"], "KL costs reward"
         assert trainer.kl_coef == pytest.approx(logs[2]["actor/kl_coef"] * (1 + 0.2 * 8 / 20))
 
 

@@ -133,6 +133,7 @@ def test_versions_that_an_evaluation_holds_back_are_kept_too(tmp_path: Path) -> 
         if version == 4:
             assert run.publisher.hold() == 3
         if version == 8:
+            assert run.publisher.version == 3, "workers see no newer one before the evaluation has ended"
             run.publisher.release()
             run.publisher.retry()  # version 7 is published later than it was kept
         run.step(version)

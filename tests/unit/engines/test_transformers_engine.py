@@ -279,8 +279,9 @@ def test_jobs_that_sample_alike_share_a_batch_where_the_trainer_sets_no_length(m
 
 def test_a_job_truncates_as_it_asks_and_keeps_the_log_probabilities_of_the_loss(model: Qwen3ForCausalLM) -> None:
     engine = engine_of(model, temperature=0.7)
-    [likeliest] = run(engine, [group([PROMPTS[1]] * 4, seq=1, temperature=2.0, top_p=1.0, top_k=1)])
-    assert len({tuple(tokens.ids) for tokens in likeliest.tokens}) == 1
+    for asked in ({"top_p": 1e-6, "top_k": 0}, {"top_p": 1.0, "top_k": 1}):
+        [likeliest] = run(engine, [group([PROMPTS[1]] * 4, seq=1, temperature=2.0, **asked)])
+        assert len({tuple(tokens.ids) for tokens in likeliest.tokens}) == 1, asked
     expected = forward_logprobs(model, PROMPTS[1], likeliest.tokens[0].ids, 0.7)
     torch.testing.assert_close(torch.tensor(likeliest.tokens[0].logprobs), expected, atol=1e-5, rtol=0)
     after = run(engine, [group([PROMPTS[1]] * 8, seq=2)])

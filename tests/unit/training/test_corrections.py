@@ -15,13 +15,14 @@ from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS
 from async_grpo.training.corrections.checks import check, describe
 from async_grpo.training.corrections.corrected_batch import Correction, check_shapes
-from async_grpo.training.corrections.metrics import Clip
 from async_grpo.training.corrections.rule import Rule, rule
+from async_grpo.training.corrections.trl_loss import _clip
 from async_grpo.training.corrections.weights import limited, loss_mask, ratios
 
 # Two completions of four tokens. The last token of the second is padding, and its second is a tool's.
 W = [[0.25, 1.0, 2.5, 8.0], [0.5, 7.0, 1.5, 9.0]]
 MASK = [[1, 1, 1, 1], [1, 0, 1, 0]]
+LOSS = SimpleNamespace(loss_type="grpo", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=2.0)
 
 # By hand: the product of the first is 0.25 * 1 * 2.5 * 8 = 5, its geometric mean 5 ** (1/4) = 1.495349; those of the
 # second are 0.5 * 1.5 = 0.75 and 0.75 ** (1/2) = 0.866025. What the loss does not count has the weight 1 of a token.
@@ -111,7 +112,7 @@ def correction(chosen: Rule, metrics: Metrics | None = None, *, own_loss: bool =
     return Correction(
         rule=chosen,
         own_loss=own_loss,
-        clip=Clip(0.8, 1.2, of_sequences=False),
+        clip=_clip(LOSS),
         log_pi_old=lambda _: logs(W),
         append=(Metrics() if metrics is None else metrics).append,
     )
@@ -220,7 +221,7 @@ def test_clipped_tokens_are_counted_for_short_and_long_completions_apart() -> No
     metrics = Metrics()
     given = batch(ADVANTAGES["[B]"]) | {"old_per_token_logps": torch.full((2, 4), LOG_MU)}
     correction(rule("bypass"), metrics).after_loss(given, logs(W), version=5)
-    assert metrics["async/clip_fraction_long"] == [0.5], "A > 0: 2.5 and 8 are above 1.2; 0.25 is not clipped"
+    assert metrics["async/clip_fraction_long"] == [0.25], "A > 0: 8 is above 3; 0.25 is not clipped"
     assert metrics["async/clip_fraction_short"] == [0.5], "A < 0: 0.5 is below 0.8; 1.5 is not clipped"
 
 
