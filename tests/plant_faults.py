@@ -5,8 +5,8 @@
     python tests/plant_faults.py --list                   what there is
     python tests/plant_faults.py --json FILE              also what was found, to compare two suites by
 
-Run it by hand, before and after tests are removed. It is no part of CI, and pytest does not collect it. At the end the
-tests that caught something run once without a fault: one that fails then has caught nothing.
+Run it by hand before and after tests are removed; it is no part of CI. At the end the tests that caught something run
+once without a fault: one that fails then has caught nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from planted import PLANTED
 
@@ -53,7 +53,7 @@ class Found:
 
     fault: str
     verdict: str
-    by: str  # the first test that failed; else why nobody knows
+    by: str  # the first test that failed; else why there is none
     seconds: float
 
 
@@ -79,11 +79,10 @@ def copy_tracked(target: Path) -> None:
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
     """Run pytest in the copy; returns its exit code and what it printed. `timeout` ends it with all that it started."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    env = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(copy / "src")}
     command = ["timeout", "--signal=KILL", f"{DEADLINE_S}", sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line"]
     command += ["-p", "no:cacheprovider", *options, *tests]
     with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as anything that a test started
-        env |= {"PYTHONPATH": str(copy / "src")}
         code = subprocess.run(command, cwd=copy, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
         output.seek(0)
         return code, output.read()
@@ -97,13 +96,12 @@ def failed(output: str) -> list[str]:
 def look_for(fault: Fault, copy: Path) -> Found:
     """Plant the fault, run its tests up to the first that fails, and take the fault away."""
     path, began = copy / "src" / fault.file, time.monotonic()
-    text = path.read_text()
     there = [f"tests/{target}" for target in fault.targets if (copy / "tests" / target).exists()]
-    if text.count(fault.before) != 1 or not there:
+    if (text := path.read_text()).count(fault.before) != 1 or not there:
         why = f"its lines are {text.count(fault.before)} times in {fault.file}" if there else "its tests are gone"
         return Found(fault.name, UNKNOWN, why, 0.0)
     path.write_text(text.replace(fault.before, fault.after))
-    verdict, by = MISSED, ""
+    verdict, by = MISSED, "MISSED: every test passes"
     try:
         for target in there:  # one after the other: collecting a folder takes longer than most files of it
             code, output = run_tests(copy, [target], "-x")
@@ -138,23 +136,21 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="the faults, and where they are planted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     args = parser.parse_args()
-    console, table = Console(), Table("fault")
-    table.add_column("file" if args.list else "caught by", overflow="fold")
-    table.add_column("tests" if args.list else "seconds")
+    chosen = [every[name] for name in args.only]
+    if args.list:
+        for fault in chosen:
+            print(f"{fault.name:28} src/{fault.file}: {' '.join(fault.targets)}")
+        return 0
+    console, table = Console(), Table("fault", Column("caught by", overflow="fold"), "seconds")
     found: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        if not args.list:
-            copy_tracked(Path(folder))
-        for fault in map(every.__getitem__, args.only):
-            if args.list:
-                table.add_row(fault.name, fault.file, " ".join(fault.targets))
-                continue
+        copy_tracked(Path(folder))
+        for fault in chosen:
             found.append(look_for(fault, Path(folder)))
             console.print(f"{found[-1].verdict} {fault.name} ({found[-1].seconds:g} s)", highlight=False)
         without_fault(found, Path(folder))
     for one in found:
-        by = one.by if one.verdict == CAUGHT else f"{one.verdict}: {one.by}"
-        table.add_row(one.fault, escape(by), f"{one.seconds:g}")
+        table.add_row(one.fault, escape(one.by), f"{one.seconds:g}")
     console.print(table)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n")
