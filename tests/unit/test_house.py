@@ -133,8 +133,14 @@ def test_a_saving_lowers_the_budget(repository: Repository) -> None:
     assert repository.gate().returncode == 0
 
 
-@pytest.mark.parametrize("message", ["Names for all", "house: names for all", "Names\n\nhouse: for all"])
-@pytest.mark.parametrize("raised", [{"queue": 4}, {"modules": '["b.py"]'}])
+@pytest.mark.parametrize(
+    ("message", "raised"),
+    [
+        ("Names for all", {"queue": 4}),
+        ("house: names for all", {"modules": '["b.py"]'}),
+        ("Names\n\nhouse: for all", {"queue": 4}),
+    ],
+)
 def test_a_budget_raised_in_silence_is_found_later_too(
     repository: Repository, message: str, raised: dict[str, str | int]
 ) -> None:

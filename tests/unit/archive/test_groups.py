@@ -116,8 +116,7 @@ def test_no_permission_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_somebody_elses_run_is_a_sentence(mode: int) -> None:
+def test_somebody_elses_run_is_a_sentence() -> None:
     code = (
         "import os, sys; from async_grpo.cli import main; import async_grpo.reports.board\n"
         "from async_grpo.cli.inspect import board, rollouts; import async_grpo.deltas.chain_folder\n"
@@ -126,7 +125,6 @@ def test_somebody_elses_run_is_a_sentence(mode: int) -> None:
     with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which others may not enter
         Path(folder).chmod(0o755)
         run = three_steps(Path(folder))
-        run.root.chmod(mode)
         for command in ("board", "rollouts"):
             arguments = [sys.executable, "-c", code, command, str(run.root)]
             done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ, check=False)

@@ -58,6 +58,7 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(far, "POLL_S", 0.1)
     monkeypatch.setattr(far, "LOOK_S", 0.05)
     the_worker_is(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(far, "LOOK_S", 0.02)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "setup.py").write_text("def get_trainer(): ...\n")
     (tmp_path / "local").mkdir()
