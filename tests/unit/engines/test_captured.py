@@ -223,9 +223,9 @@ def test_batches_of_other_sizes_take_the_same_memory_in_turn(
         (100, GROUPS, 12 * 128),
         (20, GROUPS, 12 * 128),
         (20, GROUPS * 3, 40 * 64),
-        (200, GROUPS[:4] + GROUPS[8:], 8 * 256),
-        (20, GROUPS, 8 * 256),
-        (100, GROUPS, 8 * 256),
+        (300, GROUPS[:4] + GROUPS[8:], 8 * 320),
+        (20, GROUPS, 8 * 320),
+        (100, GROUPS, 8 * 320),
     ):
         settings = {"max_new_tokens": tokens, "eos_token_id": -1, "prompts": prompts}
         for _ in range(2):
