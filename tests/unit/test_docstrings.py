@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,8 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def fragments(source: str) -> Iterator[tuple[str, str]]:
     """The name and the first line of each docstring that begins with one of these words."""
+    if not re.search(rf'"""\s*({"|".join(FRAGMENTS)})', source):
+        return  # most files need not be parsed
     for node in ast.walk(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         if text is not None and text.startswith(FRAGMENTS):

@@ -179,10 +179,17 @@ def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
     hangs.write_text(f"#!/bin/sh\nsleep 1000 &\necho $$ $! > {tmp_path}/pids\nsleep 1000\n")
     hangs.chmod(0o700)
     monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(hangs)))
+    started = tmp_path / "pids"
+    pids: list[str] = []
+
+    def time_is_up(*_):
+        """Let its time end once both processes are there."""
+        pids.extend(until(lambda: started.exists() and len(found := started.read_text().split()) == 2 and found))
+        return False
+
+    monkeypatch.setattr(probe, "within", time_is_up)
     look = look_at_trainer(question(tmp_path / "setup.py"), timeout_s=5)
     assert "did not answer in 5 s" in look.error
-    pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2
     until(lambda: all(is_gone(int(pid)) for pid in pids))  # killed, but not our children, so nobody can wait for them
 
 

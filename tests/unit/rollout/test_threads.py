@@ -91,7 +91,7 @@ def test_a_process_that_waits_for_its_tasks_ends_well() -> None:
         from async_grpo.rollout.threads import KeptThreads, wait_for_tasks
         began = []
         def task():
-            a, until = torch.ones(400, 400), time.monotonic() + 1.5
+            a, until = torch.ones(400, 400), time.monotonic() + 0.5
             while time.monotonic() < until:
                 a @ a
                 began.append(1)
