@@ -8,8 +8,12 @@ BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
 
 
 def linked(test: str) -> str:
-    """Return a link to the file of a test, `tests/unit/test_x.py::test_that_it_works`, with its name in words."""
+    """Return a link to the file of a test, `tests/unit/test_x.py::test_that_it_works`, with its name in words.
+
+    One of a parameter, `tests/unit/test_x.py::test_that_it_works[with a file]`, has that in the place of its name.
+    """
     path, _, name = test.partition("::")
+    name = name.removesuffix("]").rpartition("[")[2]
     return f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})"
 
 

@@ -12,100 +12,46 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import (
-    AdaLoraConfig,
-    BOFTConfig,
-    FourierFTConfig,
-    HRAConfig,
-    IA3Config,
-    LNTuningConfig,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    OFTConfig,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    RandLoraConfig,
-    VBLoRAConfig,
-    VeraConfig,
-)
+from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from kit.tiny_trainer import build_tokenizer, build_trainer
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
-GPT: dict[str, Any] = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 256,
-    "initializer_range": 0.3,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
-EXPERTS: dict[str, Any] = {**SMALL, "num_experts_per_tok": 2}
-MAMBA: dict[str, Any] = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
 
+def each(names: str, value: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), value)
+
+
+TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
+WIDE: dict[str, Any] = {**TINY, "intermediate_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
+SMALL: dict[str, Any] = {**WIDE, "num_key_value_heads": 1, "head_dim": 16}
+SIZES_OF_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, "initializer_range": 0.3}
+GPT: dict[str, Any] = {**SIZES_OF_GPT, **each("resid_pdrop embd_pdrop attn_pdrop", 0.0)}
+EXPERTS: dict[str, Any] = {**SMALL, "num_experts_per_tok": 2}
+MANY: dict[str, Any] = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32}
+MAMBA: dict[str, Any] = {**TINY, "state_size": 4}
+AS_SMALL = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 smollm3 granite olmo olmo2 olmo3 cohere cohere2 "
+    "glm glm4 stablelm starcoder2 nemotron helium exaone4 ernie4_5 hunyuan_v1_dense gpt_neox persimmon"
+)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SMALL,
-    "mistral": SMALL,
-    "qwen2": SMALL,
-    "qwen3": SMALL,
-    "gemma": SMALL,
-    "gemma2": SMALL,
-    "gemma3_text": SMALL,
-    "phi": SMALL,
-    "phi3": SMALL,
-    "smollm3": SMALL,
-    "granite": SMALL,
-    "olmo": SMALL,
-    "olmo2": SMALL,
-    "olmo3": SMALL,
-    "cohere": SMALL,
-    "cohere2": SMALL,
-    "glm": SMALL,
-    "glm4": SMALL,
-    "stablelm": SMALL,
-    "starcoder2": SMALL,
-    "nemotron": SMALL,
-    "helium": SMALL,
-    "exaone4": SMALL,
-    "seed_oss": {**SMALL, "residual_dropout": 0.0, "attention_dropout": 0.0},
-    "ernie4_5": SMALL,
-    "hunyuan_v1_dense": SMALL,
-    "gpt_neox": SMALL,
-    "persimmon": SMALL,
-    "falcon": {
-        **{n: v for n, v in SMALL.items() if n not in ("head_dim", "num_key_value_heads")},
-        "ffn_hidden_size": 64,
-    },
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3},
-    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 256, "initializer_range": 0.3},
+    **each(AS_SMALL, SMALL),
+    "seed_oss": {**SMALL, **each("residual_dropout attention_dropout", 0.0)},
+    "falcon": {**WIDE, "ffn_hidden_size": 64},
+    "bloom": {"hidden_size": 32, **each("n_layer n_head", 2), "initializer_range": 0.3},
+    "mpt": {"d_model": 32, **each("n_layers n_heads", 2), "max_seq_len": 256, "initializer_range": 0.3},
     "opt": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3, "dropout": 0.0},
     "gpt2": GPT,
     "gpt_neo": {
         "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
+        **each("num_layers num_heads", 2),
         "attention_types": [[["global", "local"], 1]],
         "max_position_embeddings": 256,
         "initializer_range": 0.3,
-        "resid_dropout": 0.0,
-        "embed_dropout": 0.0,
-        "attention_dropout": 0.0,
+        **each("resid_dropout embed_dropout attention_dropout", 0.0),
     },
     "gptj": {**GPT, "rotary_dim": 8},
     "codegen": {**GPT, "n_head": 4, "rotary_dim": 4},
@@ -113,48 +59,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "xglm": {
         "d_model": 32,
         "ffn_dim": 64,
-        "num_layers": 2,
-        "attention_heads": 2,
+        **each("num_layers attention_heads", 2),
         "max_position_embeddings": 256,
         "init_std": 0.3,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
+        **each("dropout attention_dropout", 0.0),
     },
-    "biogpt": {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0},
-    "mixtral": {**EXPERTS, "num_local_experts": 4},
-    "qwen2_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
+    "biogpt": {**SMALL, **each("hidden_dropout_prob attention_probs_dropout_prob activation_dropout", 0.0)},
+    **each("mixtral granitemoe phimoe gpt_oss", {**EXPERTS, "num_local_experts": 4}),
+    "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": MANY,
     "olmoe": {**EXPERTS, "num_experts": 4},
-    "granitemoe": {**EXPERTS, "num_local_experts": 4},
-    "phimoe": {**EXPERTS, "num_local_experts": 4},
-    "gpt_oss": {**EXPERTS, "num_local_experts": 4},
     "deepseek_v3": {
         **SMALL,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
+        "n_routed_experts": 4,
+        "num_key_value_heads": 2,
         "moe_intermediate_size": 32,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 1,
+        **each("n_group topk_group first_k_dense_replace", 1),
+        **each("head_dim qk_rope_head_dim qk_nope_head_dim", 8),
+        **each("q_lora_rank kv_lora_rank v_head_dim", 16),
     },
     "lfm2": {**SMALL, "layer_types": ["conv", "full_attention"]},
     "qwen3_next": {
-        **EXPERTS,
-        "num_experts": 4,
-        "moe_intermediate_size": 32,
+        **MANY,
         "shared_expert_intermediate_size": 32,
         "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        **each("linear_num_key_heads linear_num_value_heads", 2),
+        **each("linear_key_head_dim linear_value_head_dim", 16),
     },
     "recurrent_gemma": {
         **SMALL,
@@ -221,32 +152,25 @@ ADAPTERS: dict[str, Any] = {
     "LoRA of the embeddings": lora(target_modules=["embed_tokens", "q_proj"]),
     "LoRA with `layers_to_transform`": lora(layers_to_transform=[1]),
     "LoRA with trainable tokens": lora(trainable_token_indices=[1, 2, 3]),
-    "IA3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
-    "VeRA": on(VeraConfig, r=4),
-    "OFT": on(OFTConfig, r=0, oft_block_size=8),
-    "BOFT": on(BOFTConfig, boft_block_size=8),
-    "LoHa": on(LoHaConfig, r=4),
-    "LoKr": on(LoKrConfig, r=4),
-    "HRA": on(HRAConfig, r=4),
-    "FourierFT": on(FourierFTConfig, n_frequency=16),
-    "RandLoRA": on(RandLoraConfig, r=4),
-    "VB-LoRA": on(VBLoRAConfig, num_vectors=8, vector_length=4, r=2, topk=2),
-    "LN tuning": LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
-    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
-    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
-    "AdaLoRA": AdaLoraConfig(
-        target_modules=["q_proj"],
-        init_r=4,
-        target_r=2,
-        total_step=4,
-        tinit=1,
-        tfinal=1,
-        deltaT=1,
-        task_type="CAUSAL_LM",
-    ),
+    "IA3": on(peft.IA3Config, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": on(peft.VeraConfig, r=4),
+    "OFT": on(peft.OFTConfig, r=0, oft_block_size=8),
+    "BOFT": on(peft.BOFTConfig, boft_block_size=8),
+    "LoHa": on(peft.LoHaConfig, r=4),
+    "LoKr": on(peft.LoKrConfig, r=4),
+    "HRA": on(peft.HRAConfig, r=4),
+    "FourierFT": on(peft.FourierFTConfig, n_frequency=16),
+    "RandLoRA": on(peft.RandLoraConfig, r=4),
+    "VB-LoRA": on(peft.VBLoRAConfig, num_vectors=8, vector_length=4, r=2, topk=2),
+    "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
+    "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "AdaLoRA": on(peft.AdaLoraConfig, **each("init_r total_step", 4), target_r=2, **each("tinit tfinal deltaT", 1)),
 }
 
+ROPE = {"factor": 2.0, "rope_theta": 10000.0}
+# Fields of the `GRPOConfig` are in `random_configurations` and `differential_rows`.
 SETTINGS: dict[str, Row] = {
     "`attn_implementation` eager": Row(model={"attn_implementation": "eager"}),
     "`attn_implementation` sdpa": Row(model={"attn_implementation": "sdpa"}),
@@ -256,8 +180,6 @@ SETTINGS: dict[str, Row] = {
     "attention dropout": Row(model={"attention_dropout": 0.3}),
     "LoRA dropout": Row(peft=lora(lora_dropout=0.3, init_lora_weights=False)),
     "NEFTune": Row(config={"neftune_noise_alpha": 5.0}),
-    "gradient checkpointing": Row(config={"gradient_checkpointing": True}),
-    "no gradient checkpointing": Row(config={"gradient_checkpointing": False}),
     "`use_reentrant`": Row(
         config={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     ),
@@ -271,35 +193,15 @@ SETTINGS: dict[str, Row] = {
         within=0.1,
     ),
     "frozen layers": Row(build=lambda model: model.model.layers[0].requires_grad_(False) and model),
-    "rope scaling": Row(
-        family="llama", model={"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
-    ),
+    "rope scaling": Row(family="llama", model={"rope_parameters": {**ROPE, "rope_type": "linear"}}),
     "yarn": Row(
         family="llama",
-        model={
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 2.0,
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 128,
-            }
-        },
+        model={"rope_parameters": {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 128}},
     ),
     "logit softcapping": Row(family="gemma2", model={"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0}),
     "`logits_scaling`": Row(family="granite", model={"logits_scaling": 2.0, "residual_multiplier": 0.5}),
-    "`router_aux_loss_coef`": Row(family="mixtral", config={"router_aux_loss_coef": 0.1}),
     "`optim` adafactor": Row(config={"optim": "adafactor"}),
-    "`optim` sgd": Row(config={"optim": "sgd"}),
     "`max_grad_norm` 0": Row(config={"max_grad_norm": 0.0}),
-    "a cosine schedule with warm-up": Row(config={"lr_scheduler_type": "cosine", "warmup_steps": 1}),
-    "several iterations": Row(config={"num_iterations": 2, "max_steps": 4}),
-    "`temperature` .5": Row(config={"temperature": 0.5}),
-    "`top_k`": Row(config={"top_k": 5}),
-    "`top_p`": Row(config={"top_p": 0.8}),
-    "`min_p`": Row(config={"min_p": 0.1}),
-    "`repetition_penalty`": Row(config={"repetition_penalty": 1.3}),
-    "`pad_to_multiple_of`": Row(config={"pad_to_multiple_of": 8}),
-    "`mask_truncated_completions`": Row(config={"mask_truncated_completions": True}),
     "`use_cache` off": Row(model={"use_cache": False}),
     "`cache_implementation` static": Row(config={"cache_implementation": "static"}),
 }

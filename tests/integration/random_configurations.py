@@ -74,6 +74,9 @@ TOGETHER = (
 )
 """Fields that are drawn together, because TRL admits only some of their combinations."""
 
+COVERING = (0, 5, 9, 23, 34, 38, 118, 125, 134, 153)
+"""Seeds that draw each value at least once, together."""
+
 ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "processing_class", "peft_config")
 """The trainer's arguments that are drawn."""
 

@@ -8,15 +8,15 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig
-from transformers import AutoConfig, AutoModelForCausalLM
+from differential_rows import ACCUMULATING, UNEVEN
+from matrix import Row, build
+from peft import PromptTuningConfig
 from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig, PPOTrainer
@@ -33,8 +33,23 @@ pytestmark = pytest.mark.integration
 
 DEADLINE_S = 300
 TOKENIZER = build_tokenizer()
-ACCUMULATING = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
-ROUNDING = 2e-5
+FAMILIES: dict[str, tuple[Row, str]] = {  # and which padding is left out
+    **{name: (Row(family=name), "both") for name in ("qwen3", "mixtral", "bloom", "mamba2", "lfm2")},
+    "gemma3_text": (Row(family="gemma3_text", model={"sliding_window": 16}), "both"),
+    "opt": (Row(family="opt"), "both"),  # positions count what is there
+    "gpt2": (Row(family="gpt2"), "right"),
+    "recurrent_gemma": (Row(family="recurrent_gemma", model={"attention_window_size": 16}), "right"),
+    "llama": (
+        Row(
+            family="llama",
+            model={
+                "max_position_embeddings": 40,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+        ),
+        "none",
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -47,39 +62,6 @@ class Plain(Unpadded, GRPOTrainer):
 
 
 # --- Log-probabilities, entropies and gradients, by architecture
-
-
-def family(kind: str, **changes: Any) -> Any:
-    ids = {"pad_token_id": TOKENIZER.pad_token_id, "eos_token_id": TOKENIZER.eos_token_id, "bos_token_id": None}
-    config = AutoConfig.for_model(kind, vocab_size=len(TOKENIZER), **ids, **changes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config)
-
-
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # and which padding is left out
-    "qwen3": ({**SMALL, "head_dim": 16}, "both"),
-    "gemma3_text": ({**SMALL, "head_dim": 16, "sliding_window": 16}, "both"),
-    "mixtral": ({**SMALL, "num_local_experts": 4}, "both"),
-    "opt": (
-        {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "dropout": 0.0},
-        "both",  # positions count what is there
-    ),
-    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, "both"),
-    "mamba2": ({"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}, "both"),
-    "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "both"),
-    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, "right"),
-    "recurrent_gemma": ({**SMALL, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16}, "right"),
-    "llama": ({**SMALL, "max_position_embeddings": 40, "rope_parameters": DYNAMIC}, "none"),
-}
 
 
 def rows(count: int = 8) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -110,8 +92,8 @@ def answered(trainer: Any, padding: str, **asked: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_says_the_same_without_the_padding_that_it_does_not_read(kind: str, tmp_path: Path) -> None:
-    changes, left_out = FAMILIES[kind]
-    trainer: Any = build_trainer(tmp_path, model=family(kind, **changes), trainer_class=Plain)
+    row, left_out = FAMILIES[kind]
+    trainer: Any = build_trainer(tmp_path, model=build(row), trainer_class=Plain)
     trainer.model.train()
     ours, trls = (answered(trainer, padding) for padding in ("none", "trl"))
     for mine, reference in zip(ours[:2], trls[:2], strict=True):
@@ -144,45 +126,7 @@ def answered_rows(trainer: Any, **asked: Any) -> torch.Tensor:
     return logprobs
 
 
-# --- Whole trainings
-
-
-def compared(get_trainer: Callable[..., GRPOTrainer], **options: Any) -> float:
-    """How far a run without padding is from plain TRL on the same completions."""
-    run = InProcessRun(get_trainer, **options).train()
-    assert all(entry[METRIC] < 1.2 for entry in run.logs if entry["grad_norm"]), run.logs
-    return largest_difference(*comparable(run, replay_with_trl(get_trainer, run.batches)), ROUNDING)
-
-
-UNEVEN = {"max_completion_length": 60, "max_steps": 3}
-CASES: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "micro-batches": ACCUMULATING,
-    "several steps on a batch": {**ACCUMULATING, "gradient_accumulation_steps": 2, "num_iterations": 2},
-    "reference": {"beta": 0.05, "use_bias_correction_kl": True},
-    "checkpointed": {"gradient_checkpointing": True},
-    "entropies": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
-    "masked": {"mask_truncated_completions": True, "max_completion_length": 20},
-    "multiples": {"pad_to_multiple_of": 8, "max_completion_length": 100},
-    "one row": {"per_device_train_batch_size": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 2},
-    "sequences": {"importance_sampling_level": "sequence", "loss_type": "luspo"},
-    "head in float32": {"cast_lm_head_to_fp32": True},
-    "adapter": {"given": {"peft_config": LoraConfig(r=4, target_modules="all-linear")}, "beta": 0.05},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_trains_as_trl_does(case: str, tmp_path: Path, model_folder: str) -> None:
-    changes = {**UNEVEN, **CASES[case]}
-    given = changes.pop("given", {})
-    if "beta" in changes and not given:
-        changes["model"] = model_folder
-    assert compared(settings(tmp_path, given, **changes)) < ROUNDING
-
-
-@pytest.mark.parametrize("correction", ["decoupled", "tis", "none"])
-def test_a_correction_sees_whole_batches(correction: str, tmp_path: Path) -> None:
-    assert compared(settings(tmp_path, **UNEVEN, **ACCUMULATING), correction=correction) < ROUNDING
+# --- Whole trainings: more are in `differential_rows`
 
 
 def test_plain_trl_takes_the_class_too_and_a_run_of_it_is_the_same(tmp_path: Path) -> None:
@@ -192,14 +136,6 @@ def test_plain_trl_takes_the_class_too_and_a_run_of_it_is_the_same(tmp_path: Pat
     theirs = [{name: value for name, value in entry.items() if name != METRIC} for entry in training_logs(plain)]
     assert largest_difference(run.logs, theirs) < TOLERANCE
     assert [entry[METRIC] for entry in run.logs] == [entry[METRIC] for entry in training_logs(plain)]
-
-
-def test_padding_of_trl_gives_its_bits(tmp_path: Path) -> None:
-    get_trainer = settings(tmp_path, **UNEVEN, **ACCUMULATING)
-    run = InProcessRun(get_trainer, padding="trl").train()
-    plain = replay_with_trl(get_trainer, run.batches)
-    assert largest_difference(run.logs, training_logs(plain)) < TOLERANCE
-    assert any(entry[METRIC] > 1.3 for entry in run.logs)
 
 
 def test_a_critic_computes_no_padding_either(tmp_path: Path) -> None:
@@ -303,62 +239,22 @@ def test_micro_batches_exchange_rows_within_a_step(batch: int, step: int, count:
     assert exchanging(build_trainer(tmp_path, trainer_class=Plain, **changes)) == count
 
 
-class Spy:
-    """A correction that notes the rows of each micro-batch that was trained on."""
-
-    def __init__(self, correction: Any, seen: list[Any]) -> None:
-        self._correction, self._seen = correction, seen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._correction, name)
-
-    def __call__(self, batch: dict[str, Any]) -> None:
-        self._correction(batch)
-
-    def after_loss(self, inputs: dict[str, Any], *of_loss: Any) -> None:
-        self._correction.after_loss(inputs, *of_loss)
-        self._seen.append(sorted(map(tuple, inputs["completion_ids"].tolist())))
-
-
-def test_the_steps_of_a_run_have_the_rows_that_trls_have(tmp_path: Path) -> None:
-    changes = {**UNEVEN, **ACCUMULATING, "gradient_accumulation_steps": 2}
-    trained: dict[str, list[Any]] = {"none": [], "trl": []}
-    for padding, seen in trained.items():
-        run = InProcessRun(settings(tmp_path, **changes), padding=padding)
-        run.trainer.correct = Spy(run.trainer.correct, seen)
-        run.train()
-    steps = {
-        padding: [sorted(seen[at] + seen[at + 1]) for at in range(0, len(seen), 2)] for padding, seen in trained.items()
-    }
-    assert steps["none"][:1] == steps["trl"][:1]  # later ones are sampled from weights that rounding has moved
-    assert trained["none"][:2] != trained["trl"][:2]
-
-
 # --- Where TRL's way stays
 
 
-class OwnLogProbs(GRPOTrainer):
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-
-class OwnLoss(GRPOTrainer):
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        return super()._compute_loss(model, inputs)
-
-
-class OwnInputs(GRPOTrainer):
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        return super()._prepare_inputs(generation_batch)
+def overriding(name: str) -> type[GRPOTrainer]:
+    """A class of a user's with a method that may look at the batch."""
+    method = getattr(GRPOTrainer, name)
+    return type("Own", (GRPOTrainer,), {name: lambda self, *args, **kwargs: method(self, *args, **kwargs)})
 
 
 @pytest.mark.parametrize(
     ("changes", "divides", "exchanges"),
     [
         ({}, True, True),
-        ({"trainer_class": OwnLogProbs}, False, False),
-        ({"trainer_class": OwnLoss}, True, False),
-        ({"trainer_class": OwnInputs}, True, False),
+        ({"trainer_class": overriding("_get_per_token_logps_and_entropies")}, False, False),
+        ({"trainer_class": overriding("_compute_loss")}, True, False),
+        ({"trainer_class": overriding("_prepare_inputs")}, True, False),
         ({"loss_type": "bnpo"}, True, False),
     ],
 )
@@ -446,7 +342,7 @@ os._exit(0)  # as ranks do: a thread of gloo may abort an ordinary exit
 
 def test_two_ranks_of_other_lengths_train_as_trl_does_by_as_many_passes(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-c", RANK, str(Path(__file__).parent), str(tmp_path)]
+    command = [sys.executable, "-c", RANK, str(Path(__file__).parents[1]), str(tmp_path)]
     ranks = [Popen(command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stderr=PIPE, text=True) for rank in "01"]
     try:
         errors = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]

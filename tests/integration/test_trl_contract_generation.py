@@ -49,85 +49,51 @@ def test_generate_returns_eight_things(tmp_path: Path) -> None:
         assert value == right, moved("GRPOTrainer._generate", change, TRAINING, ROLLOUT)
 
 
-def test_rollout_func_gets_each_prompt_repeated(tmp_path: Path) -> None:
-    asked: list[list[str]] = []
+class Recording(GRPOTrainer):
+    """Samples two tokens, and notes each call with what it was given or returns."""
 
-    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        asked.append(prompts)
-        return scripted_rollout(prompts, trainer)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.calls: list[tuple[str, Any]] = []
 
-    trainer: Any = build_trainer(tmp_path, arguments={"rollout_func": rollout_func})
-    rows = twice(plain_rows(4))
-    trainer._generate_and_score_completions(rows)
-    assert asked == [[row["prompt"] for row in rows]], moved(
-        "rollout_func", "does not get one prompt a completion", TRAINING
-    )
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        tokenized = super()._tokenize_prompts(prompts)
+        self.calls.append(("_tokenize_prompts", tokenized[0]))
+        return tokenized
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.calls.append(("_generate_single_turn", prompt_ids))
+        return [[1, 2] for _ in prompt_ids], [[-1.0, -2.0] for _ in prompt_ids]
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        result = super()._generate(prompts)
+        self.calls.append(("_generate", result))
+        return result
+
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        self.calls.append(("_calculate_rewards", args))
+        return super()._calculate_rewards(*args)
 
 
-def test_a_single_turn_is_tokens_in_tokens_and_logprobs_out(tmp_path: Path) -> None:
-    turns: list[Any] = []
-
-    class Recording(GRPOTrainer):
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            turns.append(prompt_ids)
-            return [[1, 2] for _ in prompt_ids], [[-1.0, -2.0] for _ in prompt_ids]
-
+def test_a_batch_is_tokenized_sampled_and_scored_through_our_overrides(tmp_path: Path) -> None:
     trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
     rows = twice(plain_rows(4))
     output = trainer._generate_and_score_completions(rows)
-    prompt_ids = trainer.processing_class([row["prompt"] for row in rows])["input_ids"]
-    assert turns == [prompt_ids], moved(
-        "GRPOTrainer._generate_single_turn", "gets no list of prompt token ids", ROLLOUT
-    )
-    assert output["completion_ids"].tolist() == [[1, 2]] * 8
+    names = [name for name, _ in trainer.calls]
+    expected = ["_tokenize_prompts", "_generate_single_turn", "_generate", "_calculate_rewards"]
+    change = f"does not tokenize, sample and score once each, but calls {names}"
+    assert names == expected, moved("GRPOTrainer._generate_and_score_completions", change, TRAINING, ROLLOUT)
+    (_, tokenized), (_, sampled), (_, (_, completion_ids, _, completions, *_)), (_, scored) = trainer.calls
+    prompts = [row["prompt"] for row in rows]
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    assert tokenized == prompt_ids, moved("GRPOTrainer._tokenize_prompts", "returns no token ids", ROLLOUT)
+    assert sampled == prompt_ids, moved("GRPOTrainer._generate_single_turn", "gets no list of token ids", ROLLOUT)
+    assert output["completion_ids"].tolist() == completion_ids == [[1, 2]] * 8
     assert output["sampling_per_token_logps"].tolist() == [[-1.0, -2.0]] * 8, moved(
         "GRPOTrainer._generate_single_turn", "'s log-probabilities do not reach the loss", ROLLOUT
     )
-
-
-def test_prompts_are_tokenized_once_and_then_sampled(tmp_path: Path) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    class Recording(GRPOTrainer):
-        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-            tokenized = super()._tokenize_prompts(prompts)
-            calls.append(("_tokenize_prompts", tokenized[0]))
-            return tokenized
-
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            calls.append(("_generate_single_turn", prompt_ids))
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-
-    trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
-    rows = twice(plain_rows(4))
-    trainer._generate_and_score_completions(rows)
-    prompt_ids = trainer.processing_class([row["prompt"] for row in rows])["input_ids"]
-    expected = [("_tokenize_prompts", prompt_ids), ("_generate_single_turn", prompt_ids)]
-    assert calls == expected, moved("GRPOTrainer._tokenize_prompts", f"is called so: {calls}", ROLLOUT)
-
-
-def test_scoring_follows_generation_through_our_overrides(tmp_path: Path) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    class Recording(GRPOTrainer):
-        def _generate(self, prompts: list[Any]) -> Any:
-            result = super()._generate(prompts)
-            calls.append(("_generate", result))
-            return result
-
-        def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-            calls.append(("_calculate_rewards", args))
-            return super()._calculate_rewards(*args)
-
-    trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
-    rows = twice(plain_rows(4))
-    trainer._generate_and_score_completions(rows)
-    assert [name for name, _ in calls] == ["_generate", "_calculate_rewards"], moved(
-        "GRPOTrainer._generate_and_score_completions", "does not generate, then score", TRAINING, ROLLOUT
-    )
-    (_, (_, completion_ids, _, completions, *_)), (_, arguments) = calls
-    assert arguments == (rows, [row["prompt"] for row in rows], completions, completion_ids), moved(
-        "GRPOTrainer._calculate_rewards", f"is called with {arguments}", TRAINING, ROLLOUT
+    assert scored == (rows, prompts, completions, completion_ids), moved(
+        "GRPOTrainer._calculate_rewards", f"is called with {scored}", TRAINING, ROLLOUT
     )
 
 

@@ -27,14 +27,7 @@ from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, lett
 
 pytestmark = pytest.mark.integration
 
-LOSS_INPUTS = {
-    "prompt_ids",
-    "prompt_mask",
-    "completion_ids",
-    "completion_mask",
-    "advantages",
-    "num_items_in_batch",
-}
+LOSS_INPUTS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
 
 
 @pytest.fixture
@@ -66,9 +59,7 @@ def test_keys_and_shapes_of_the_loss_inputs(inputs_and_trainer: tuple[dict[str, 
     assert inputs["num_items_in_batch"].ndim == 0
 
 
-def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(
-    inputs_and_trainer: tuple[dict[str, Any], Any],
-) -> None:
+def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(inputs_and_trainer: tuple[dict[str, Any], Any]) -> None:
     inputs, _ = inputs_and_trainer
     assert inputs["sampling_per_token_logps"].tolist() == [[-0.5, -1.5, 0.0]] + [[-0.5, -1.5, -2.5]] * 7, moved(
         "rollout_func", "'s `logprobs` do not arrive as `sampling_per_token_logps`", TRAINING

@@ -30,7 +30,7 @@ TESTS = Path(__file__).parents[1]
 def train(folder: Path, setup: str, **env: str) -> None:
     """Train with two workers and fresh weights for each batch; the run's audit finds nothing wrong."""
     options = ("--distributed", "-n", "2", "--max-staleness", "0", "--deterministic")
-    finish(folder, *options, setup=SETUP.parent / setup, TEST_EXTRA_PATH=f"{TESTS}:{TESTS}/integration", **env)
+    finish(folder, *options, setup=SETUP.parent / setup, TEST_EXTRA_PATH=str(TESTS), **env)
     with command("audit", "worker", cwd=folder) as audit:
         assert audit.wait() == 0, audit.output
 

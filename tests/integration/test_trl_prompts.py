@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
@@ -140,36 +136,3 @@ def test_a_rollout_func_without_logprobs_is_refused(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path, {"rollout_func": rollout_func}))
     with pytest.raises(UnsupportedError, match=r"rollout_func.*'logprobs'"):
         run.train()
-
-
-ROWS = {
-    "taken": [datetime(2026, 3, 1, 12, 30, 0, 17), None],
-    "days": [[date(2026, 3, 1)], []],
-    "read": [{"at": time(23, 59, 1), "after": timedelta(days=-1, microseconds=5)}, None],
-    "price": [Decimal("1.50"), Decimal("-0.07")],
-    "file": [b"\x00\xffpng", b""],
-}
-
-
-def test_dates_times_decimals_and_bytes_reach_rewards_as_in_trl(tmp_path: Path) -> None:
-    """Through a job's file and its group's, to the worker's rewards and to what the trainer makes of the row."""
-    rows = Dataset.from_dict({"prompt": ["a", "bc"], **ROWS})
-    rows = rows.add_column("zone", pa.array([1, 2], pa.timestamp("ms", tz="Europe/Berlin")))
-    rows = rows.add_column("exact", pa.array([1_000_000_001, None], pa.timestamp("ns")))
-    given: list[dict[str, Any]] = []
-
-    def reward(completions: list[Any], prompts: list[Any], trainer_state: Any, log_extra: Any, **columns: Any) -> Any:
-        own = {name: values for name, values in columns.items() if name in rows.column_names}
-        given.extend({"prompt": prompts[at], **{name: own[name][at] for name in own}} for at in range(len(prompts)))
-        return [float(len(text)) for text in completions]
-
-    shape = {"train_dataset": rows, "reward_funcs": reward, "per_device_train_batch_size": 4, "max_steps": 1}
-    build_trainer(tmp_path, **shape).train()
-    plain = sorted(given, key=repr)
-    given.clear()
-    run = InProcessRun(lambda: build_trainer(tmp_path, **shape)).train()
-    assert sorted(given, key=repr) == plain and len(plain) == 4
-    assert [type(value) for row in sorted(given, key=repr) for value in row.values()] == [
-        type(value) for row in plain for value in row.values()
-    ]
-    assert {repr(group.job.row) for group in run.groups} == {repr(rows[0]), repr(rows[1])}

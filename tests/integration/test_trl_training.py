@@ -1,4 +1,4 @@
-"""What TRL does around the training step: callbacks, evaluation, checkpoints, the names of metrics."""
+"""What TRL does around the training step: callbacks, evaluation, checkpoints; and what is said before it."""
 
 from __future__ import annotations
 
@@ -6,46 +6,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.overrides import check_callbacks
+from async_grpo.setup.setup_file import _failed
+from async_grpo.training.corrections.checks import describe_noise
 from kit.compared_with_trl import settings
 from kit.in_process import InProcessRun
-from kit.tiny_trainer import build_trainer, plain_rows
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
 
 
+class Noting(TrainerCallback):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.heard.append("begin")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("step")
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self.heard.append("log")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("end")
+
+
 def test_callbacks_run_in_the_trainer_only(tmp_path: Path) -> None:
-    class Counter(TrainerCallback):
-        def __init__(self) -> None:
-            self.begun = self.steps = self.logged = self.ended = 0
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.begun += 1
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.steps += 1
-
-        def on_log(self, *_: Any, **__: Any) -> None:
-            self.logged += 1
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            self.ended += 1
-
-    counters: list[Counter] = []
+    made: list[Noting] = []
 
     def get_trainer() -> GRPOTrainer:
-        counters.append(Counter())
-        return build_trainer(tmp_path, arguments={"callbacks": [counters[-1]]})
+        made.append(Noting())
+        return build_trainer(tmp_path, arguments={"callbacks": [made[-1]]})
 
     InProcessRun(get_trainer).train()
-    of_trainer, of_worker = counters
-    assert (of_trainer.begun, of_trainer.steps, of_trainer.ended) == (1, 2, 1)
-    assert of_trainer.logged == 3  # two steps and the summary
-    assert of_worker.begun == of_worker.steps == of_worker.logged == of_worker.ended == 0
+    assert [it.heard for it in made] == [["begin", "step", "log", "step", "log", "log", "end"], []]
 
 
 class OwnProgress(ProgressCallback):
@@ -122,11 +123,32 @@ def test_checkpoints_are_told_and_rotated(tmp_path: Path) -> None:
     assert run.trainer.args.save_total_limit == 1
 
 
-def test_a_subclass_of_the_user_keeps_its_own_methods(tmp_path: Path) -> None:
-    class Doubled(GRPOTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().compute_loss(*args, **kwargs)
+@pytest.mark.parametrize(("rate", "disabled", "told"), [(0.05, False, True), (0.05, True, False), (0.0, False, False)])
+def test_dropout_that_workers_do_not_have_is_told(rate: float, disabled: bool, told: bool, tmp_path: Path) -> None:
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=rate)
+    trainer = build_trainer(tmp_path, arguments={"peft_config": adapter}, disable_dropout=disabled)
+    assert ("dropout (0.05)" in describe_noise(trainer)) is told
 
-    doubled = InProcessRun(settings(tmp_path, trainer_class=Doubled, max_steps=1)).train().logs[0]
-    single = InProcessRun(settings(tmp_path, max_steps=1)).train().logs[0]
-    assert doubled["loss"] == pytest.approx(2 * single["loss"], rel=1e-5)
+
+def test_noise_in_embeddings_that_workers_do_not_have_is_told(tmp_path: Path) -> None:
+    said = describe_noise(build_trainer(tmp_path, neftune_noise_alpha=5.0))
+    assert "noise in its embeddings (neftune_noise_alpha=5.0) and workers sample without it" in said
+    assert "neftune_noise_alpha=None in the GRPOConfig" in said
+
+
+MADE = build_model(build_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"beta": 0.1}, "the reference model of beta > 0. Set beta=0"),
+        ({"trainer_class": lambda **given: GRPOTrainer(**{**given, "processing_class": None})}, "the tokenizer. Pass"),
+        ({"reward_funcs": AutoModelForSequenceClassification.from_config(MADE.config)}, "the tokenizer of a reward"),
+    ],
+)
+def test_what_trl_loads_by_the_name_of_a_model_that_has_none(changes: Any, what: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError) as failure:
+        build_trainer(tmp_path, model=MADE, **changes)
+    said = _failed("", failure.value, Path(__file__))
+    assert said.startswith("A model that was made in code has no name (") and f"and TRL loads by it {what}" in said

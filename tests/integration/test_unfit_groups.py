@@ -21,9 +21,10 @@ from async_grpo.records import RolloutGroup
 from async_grpo.training.groups_for_trl import refuser_of
 from kit.agents import agent_worker, posted, said
 from kit.changed_groups import changed
-from kit.compared_with_trl import assert_same_counts, plain_scripted, scripted, settings
-from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
+from kit.compared_with_trl import settings
+from kit.in_process import InProcessRun, InProcessWorker, jobs_of
 from kit.scripted import ScriptedEngine, ScriptedGenerator
+from kit.scripted_trl import run_as_scripted_trl_would, scripted
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
 from kit.tools import counts_tool_results, says_twelve
 
@@ -106,8 +107,7 @@ NO_TEXT_OF_TRL = {  # plain TRL ends with an exception, or never comes to an end
 @pytest.mark.parametrize("trainer_with", [with_tool, with_environment])
 def test_what_a_tool_returns_is_what_trl_makes_of_it(trainer_with: Any, tmp_path: Path) -> None:
     get_trainer = trainer_with(tmp_path, [*ODD.values()])
-    run = scripted(get_trainer, calls_odd)
-    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_odd)))
+    run, _ = run_as_scripted_trl_would(get_trainer, calls_odd)
     assert [entry["tools/failure_frequency"] for entry in run.logs] == [0, 0]
     results = [completion[1]["content"] for group in run.groups for completion in group.completions]
     assert {*map(str, ODD.values())} == {*map(str, results)}

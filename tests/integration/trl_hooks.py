@@ -18,6 +18,8 @@ PACKAGE = ROOT / "src" / "async_grpo"
 EXPERIMENTS = ROOT / "src" / "async_grpo_experiments"
 I = "tests/integration/"  # noqa: E741
 GENERATION, LOSS = I + "test_trl_contract_generation.py::", I + "test_trl_contract_loss.py::"
+COMPARED = I + "test_trl_differential.py::test_a_row_trains_as_trl_does"
+BATCH = GENERATION + "test_a_batch_is_tokenized_sampled_and_scored_through_our_overrides"
 CONTRACT, RUNS = I + "test_trl_contract.py::", I + "test_trl_training.py::"
 
 EVERY = "every trainer"
@@ -47,14 +49,9 @@ def method(test: str, parameters: str) -> Hook:
 
 HOOKS: dict[str, Hook] = {
     "_generate": method(GENERATION + "test_generate_returns_eight_things", "prompts"),
-    "_generate_and_score_completions": method(
-        GENERATION + "test_scoring_follows_generation_through_our_overrides", "inputs"
-    ),
-    "_generate_single_turn": method(
-        GENERATION + "test_a_single_turn_is_tokens_in_tokens_and_logprobs_out",
-        "prompt_ids images multimodal_fields num_generations has_tool_images",
-    ),
-    "_tokenize_prompts": method(GENERATION + "test_prompts_are_tokenized_once_and_then_sampled", "prompts"),
+    "_generate_and_score_completions": method(BATCH, "inputs"),
+    "_generate_single_turn": method(BATCH, "prompt_ids images multimodal_fields num_generations has_tool_images"),
+    "_tokenize_prompts": method(BATCH, "prompts"),
     "_tool_call_loop": method(
         I + "test_dialogues.py::test_dialogues_are_as_in_plain_trl",
         "prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
@@ -77,14 +74,9 @@ HOOKS: dict[str, Hook] = {
         "model input_ids attention_mask logits_to_keep batch_size compute_entropy",
     ),
     "_get_train_sampler": method(GENERATION + "test_the_sampler_repeats_rows_and_batches", "dataset"),
-    "_get_dataloader": method(
-        I + "test_trl_overrides.py::test_a_dataloader_of_the_users_decides_the_prompts",
-        "dataset description batch_size",
-    ),
-    "_get_collator_with_removed_columns": method(
-        I + "test_trl_overrides.py::test_a_dataloader_of_the_users_decides_the_prompts", "data_collator"
-    ),
-    "_remove_unused_columns": method(I + "test_trl_fields.py::test_columns_that_are_removed", "dataset description"),
+    "_get_dataloader": method(COMPARED + "[a dataloader]", "dataset description batch_size"),
+    "_get_collator_with_removed_columns": method(COMPARED + "[a dataloader]", "data_collator"),
+    "_remove_unused_columns": method(COMPARED + "[columns that are removed]", "dataset description"),
     "_save_checkpoint": method(RUNS + "test_checkpoints_are_told_and_rotated", "model trial"),
     "_get_output_dir": method(RUNS + "test_checkpoints_are_told_and_rotated", "trial"),
     "_push_from_checkpoint": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint_folder"),

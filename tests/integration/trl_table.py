@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from differential_rows import ROWS
 from random_configurations import ARGUMENTS, FIELDS, TOGETHER
 
 I, U = "tests/integration/", "tests/unit/"  # noqa: E741
 DIFFERENTIAL = I + "test_trl_differential.py::test_a_random_configuration_trains_as_trl_does"
+
+
+def compared(row: str) -> str:
+    """The test of a row of the differential."""
+    assert row in ROWS, row
+    return I + f"test_trl_differential.py::test_a_row_trains_as_trl_does[{row}]"
+
 
 DRAWN: frozenset[str] = frozenset({*FIELDS, *TOGETHER})
 """Fields of which random values are compared with plain TRL."""
 
 # How a field has its effect, the test that shows it, and the fields.
 SHOWN_FIELDS: list[tuple[str, str, str]] = [
-    ("TRL's own loss, in the server", I + "test_trl_fields.py::test_a_mixture_of_experts", "router_aux_loss_coef"),
+    ("TRL's own loss, in the server", compared("a mixture of experts"), "router_aux_loss_coef"),
     (
         "the model is built by TRL, in the server and in each worker",
-        I + "test_trl_fields.py::test_the_model_is_built_with_its_arguments_on_both_sides",
+        compared("a model that TRL builds"),
         "model_init_kwargs trust_remote_code",
     ),
-    (
-        "in the workers",
-        I + "test_trl_fields.py::test_the_cache_that_workers_sample_with",
-        "cache_implementation",
-    ),
+    ("in the workers", compared("a model that TRL builds"), "cache_implementation"),
     (
         "the workers generate with vLLM; the server starts no engine",
         I + "test_trl_contract_loss.py::test_a_file_with_use_vllm_is_built_without_an_engine",
@@ -60,14 +64,10 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
     ),
-    (
-        "in the workers, where tools run",
-        I + "test_trl_fields.py::test_the_limit_of_tool_calls",
-        "max_tool_calling_iterations",
-    ),
+    ("in the workers, where tools run", compared("a limit of tool calls"), "max_tool_calling_iterations"),
     (
         "in the server, of the workers' completions",
-        I + "test_trl_fields.py::test_completions_are_logged_by_the_server",
+        compared("completions that are logged"),
         "log_completions num_completions_to_print log_multimodal",
     ),
     (
@@ -90,7 +90,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "in the server, which issues the rows that are left",
-        I + "test_trl_fields.py::test_columns_that_are_removed",
+        compared("columns that are removed"),
         "remove_unused_columns",
     ),
     (
@@ -105,7 +105,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "the length of the training, and so of the schedules of the learning rate and of rewards",
-        I + "test_trl_rewards.py::test_reward_functions_see_the_state_of_the_trainer",
+        compared("reward functions"),
         "num_train_epochs",
     ),
     (
@@ -121,7 +121,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "in the server; workers sample without, as without dropout, and the start says so",
-        I + "test_trl_fields.py::test_noise_in_embeddings_that_workers_do_not_have_is_told",
+        I + "test_trl_training.py::test_noise_in_embeddings_that_workers_do_not_have_is_told",
         "neftune_noise_alpha",
     ),
     (
@@ -174,38 +174,34 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 SHOWN_ARGUMENTS: list[tuple[str, str, str]] = [
     ("as in TRL", DIFFERENTIAL, " ".join(ARGUMENTS)),
-    (
-        "the server evaluates",
-        I + "test_trl_training.py::test_evaluation_generates_in_the_trainer",
-        "eval_dataset",
-    ),
-    ("in the workers", I + "test_trl_rewards.py::test_a_reward_model", "reward_processing_classes"),
+    ("the server evaluates", I + "test_trl_training.py::test_evaluation_generates_in_the_trainer", "eval_dataset"),
+    ("in the workers", compared("a reward model"), "reward_processing_classes"),
     (
         "in the server; what they change of the sampling goes to the workers",
         I + "test_changed_sampling.py::test_a_callback_that_raises_the_length_is_followed_from_the_next_batch_on",
         "callbacks",
     ),
-    ("in the server", I + "test_trl_fields.py::test_an_optimizer_of_the_users", "optimizers"),
+    ("in the server", compared("an optimizer"), "optimizers"),
     ("shared like all frozen weights", I + "test_lora.py::test_qlora_shares_the_quantised_base", "quantization_config"),
-    ("in the workers", I + "test_trl_tools.py::test_tools", "tools"),
-    ("in the workers", I + "test_trl_tools.py::test_a_rollout_func_of_the_user_runs_in_the_worker", "rollout_func"),
-    ("in the workers", I + "test_trl_tools.py::test_an_environment", "environment_factory"),
+    ("in the workers", compared("tools"), "tools"),
+    ("in the workers", compared("a rollout_func"), "rollout_func"),
+    ("in the workers", compared("an environment"), "environment_factory"),
 ]
 
 # The test that shows an override at work, of each effect in `setup.overrides`, by one of its methods.
 SHOWN_METHODS: dict[str, str] = {
-    "__init__": I + "test_trl_fields.py::test_a_constructor_of_the_users",
+    "__init__": compared("overrides"),
     "_generate": I + "test_prompts_of_rows.py::test_an_override_of_generate_runs_once",
-    "_generate_single_turn": I + "test_trl_overrides.py::test_a_single_turn_of_the_users_is_what_is_trained_on",
+    "_generate_single_turn": compared("a single turn"),
     "_tokenize_prompts": I + "test_rollout_groups.py::test_a_prompt_that_a_method_changes_stays_the_datasets",
-    "_calculate_rewards": I + "test_trl_fields.py::test_an_override_of_the_scoring",
+    "_calculate_rewards": compared("overrides"),
     "_generate_and_score_completions": I + "test_rollout_groups.py::test_a_loop_of_the_users_own_runs_as_it_is",
-    "get_train_dataloader": I + "test_trl_overrides.py::test_a_dataloader_of_the_users_decides_the_prompts",
+    "get_train_dataloader": compared("a dataloader"),
     "_get_train_sampler": I + "test_trl_prompts.py::test_a_sampler_that_does_not_repeat_rows_is_refused",
     "_prepare_inputs": U
     + "training/test_rollout_source.py::test_a_trainer_that_takes_several_batches_for_one_step_gets_them",
-    "compute_loss": I + "test_trl_training.py::test_a_subclass_of_the_user_keeps_its_own_methods",
+    "compute_loss": compared("overrides"),
     "prediction_step": I + "test_trl_training.py::test_evaluation_generates_in_the_trainer",
-    "_log_metric": I + "test_trl_overrides.py::test_an_override_of_the_logging_of_rewards_runs_once",
+    "_log_metric": compared("overrides"),
     "_save_checkpoint": I + "test_trl_training.py::test_checkpoints_are_told_and_rotated",
 }

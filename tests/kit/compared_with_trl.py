@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ from trl import GRPOTrainer
 from async_grpo.training.padding import exchanging
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
-from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
 from kit.tiny_trainer import build_trainer
 
 TOLERANCE = 1e-5
@@ -29,8 +29,8 @@ def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]],
         assert own_names(our_entry) == set(their_entry)
         for name in {name for name in their_entry if name not in TIMES and not name.startswith("timing_s/")}:
             mine, reference = our_entry[name], their_entry[name]
-            if mine is None or reference is None:
-                assert mine == reference, name
+            if mine is None or reference is None or not math.isfinite(reference):
+                assert str(mine) == str(reference), f"{name}: {mine}, but TRL has {reference}"
                 continue
             difference = abs(mine - reference) / max(1.0, abs(reference))
             assert difference <= tolerance, f"{name} of step {their_entry['step']}: {mine}, but TRL has {reference}"
@@ -41,6 +41,14 @@ def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]],
 def own_names(entry: dict[str, Any]) -> set[str]:
     """The names of a logged entry without ours."""
     return {name for name in entry if not name.startswith("async/")}
+
+
+class SamplerIsOld(GRPOTrainer):
+    """Plain TRL that is told to take for the old policy the one that sampled, as `bypass` does for stale groups."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        return {**output, "old_per_token_logps": output["sampling_per_token_logps"]}
 
 
 def run_as_trl_would(
@@ -65,6 +73,22 @@ def comparable(run: InProcessRun, plain: GRPOTrainer) -> tuple[list[dict[str, An
     return left[0], left[1]
 
 
+def same_completions(ours: GRPOTrainer, theirs: GRPOTrainer) -> None:
+    """What both have put into the table of completions, with what rewards logged and what was made of them."""
+    mine, reference = ({name: _split(it) for name, it in trainer._logs.items()} for trainer in (ours, theirs))
+    assert mine.keys() == reference.keys()
+    for name, (texts, numbers) in reference.items():
+        assert mine[name][0] == texts, name
+        assert mine[name][1] == pytest.approx(numbers, abs=TOLERANCE, nan_ok=True), name
+
+
+def _split(logged: Any) -> tuple[list[Any], list[float]]:
+    """The values of a column, or of columns with their names, that are no floats, and those that are."""
+    columns = [[name, *logged[name]] for name in sorted(logged)] if isinstance(logged, dict) else [logged]
+    values = [value for column in columns for value in column]
+    return [it for it in values if not isinstance(it, float)], [it for it in values if isinstance(it, float)]
+
+
 def settings(output_dir: Path, given: dict[str, Any] | None = None, **changes: Any) -> Callable[..., GRPOTrainer]:
     """A `get_trainer()` that builds the same trainer each time; a test may add to its arguments.
 
@@ -77,22 +101,3 @@ def settings(output_dir: Path, given: dict[str, Any] | None = None, **changes: A
         return build_trainer(output_dir, arguments={**(given or {}), **(arguments or {})}, **{**changes, **more})
 
     return get_trainer
-
-
-def plain_scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> GRPOTrainer:
-    trainer = get_trainer(trainer_class=writing(reply))
-    trainer.train()
-    return trainer
-
-
-def scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> InProcessRun:
-    return InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply))).train()
-
-
-def assert_same_counts(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """All metrics are equal that do not depend on the log-probabilities, which a script cannot know."""
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert own_names(mine) == set(reference)
-        for name, value in reference.items():
-            if name.startswith(("reward", "completions/", "tools/", "num_tokens", "frac_reward")):
-                assert mine[name] == pytest.approx(value), name

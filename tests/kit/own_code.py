@@ -1,4 +1,4 @@
-"""Trainers with losses, data and sampling of their users."""
+"""Trainers with losses, data and sampling of their users, and a reward model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import Qwen3ForSequenceClassification
 from trl import GRPOTrainer
+
+from kit.tiny_trainer import build_model, build_tokenizer
 
 
 class OwnLoss(GRPOTrainer):
@@ -54,3 +57,11 @@ class ReadsOldLogProbabilities(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         output["advantages"] = output["advantages"] - output["old_per_token_logps"].mean(-1)
         return output
+
+
+def judge() -> Qwen3ForSequenceClassification:
+    """A reward model."""
+    made = Qwen3ForSequenceClassification(build_model(build_tokenizer(), num_labels=1).config).eval()
+    made.load_state_dict(build_model(build_tokenizer(), seed=3).state_dict(), strict=False)
+    made.score.weight.data.fill_(0.05)
+    return made

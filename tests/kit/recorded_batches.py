@@ -23,13 +23,16 @@ def replaying(recorded: Iterator[list[RolloutGroup]]) -> Callable[[list[Any], GR
     return rollout_func
 
 
-def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[RolloutGroup]]) -> GRPOTrainer:
+def replay_with_trl(
+    get_trainer: Callable[..., GRPOTrainer], batches: list[list[RolloutGroup]], own_rollouts: bool = False
+) -> GRPOTrainer:
     """Train with plain TRL in one process on recorded completions, given to it by its public `rollout_func`.
 
     The prompts, their order and the rewards are TRL's own; that the prompts are the recorded ones is checked.
+    own_rollouts: the trainer's own `rollout_func` makes the same again.
     """
-    recorded = iter(batches)
-    trainer = get_trainer(arguments={"rollout_func": replaying(recorded)})
+    recorded = iter(() if own_rollouts else batches)
+    trainer = get_trainer(arguments={} if own_rollouts else {"rollout_func": replaying(recorded)})
     trainer.train()
     assert next(recorded, None) is None, "TRL used fewer batches than the asynchronous run"
     return trainer

@@ -11,11 +11,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen3ForSequenceClassification
 from trl import GRPOTrainer
 
 from kit.compared_with_trl import settings
-from kit.own_code import Backwards, ReadsOldLogProbabilities, Shortened
+from kit.own_code import Backwards, ReadsOldLogProbabilities, Shortened, judge
 from kit.tiny_trainer import build_model, build_tokenizer, letters
 
 
@@ -54,11 +53,8 @@ def make(case: str, output_dir: Path, model_folder: str) -> Any:
 def with_a_reward_model(output_dir: Path) -> Any:
     def get_trainer(arguments: dict[str, Any] | None = None) -> GRPOTrainer:
         tokenizer = build_tokenizer()
-        judge = Qwen3ForSequenceClassification(build_model(tokenizer, num_labels=1).config).eval()
-        judge.load_state_dict(build_model(tokenizer, seed=3).state_dict(), strict=False)
-        judge.score.weight.data.fill_(0.05)
         given = {"reward_processing_classes": [tokenizer, None], **(arguments or {})}
-        rewards = [judge, infinite_for_one]
+        rewards = [judge(), infinite_for_one]
         trainer = settings(output_dir, given, reward_funcs=rewards, num_iterations=4, max_steps=8)()
         trainer.reward_processing_classes[0] = trainer.processing_class
         return trainer
