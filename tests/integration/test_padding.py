@@ -303,7 +303,8 @@ from pathlib import Path
 from torch import distributed
 meeting = f"file://{sys.argv[2]}/meeting"  # a port could be another's by the time that it is opened
 distributed.init_process_group("gloo", init_method=meeting, rank=int(os.environ["RANK"]), world_size=2)
-from kit.in_process import build_model, build_tokenizer, build_trainer, training_logs
+from kit.in_process import training_logs
+from kit.tiny_trainer import build_trainer
 from trl import GRPOTrainer
 from async_grpo.setup import pieces
 from async_grpo.training.padding import METRIC, Unpadded
