@@ -1,7 +1,7 @@
-"""The tests of `make test` (`--promised`): unit tests, and the test of each promise that fails first.
+"""The tests of `make test` (`--promised`): unit tests, and of each promise the test that fails first.
 
-Docs/promises.md names these. What starts processes that import TRL (`integration`) is left to `make test-all`, unless
-it is one of them.
+docs/promises.md names these. What is a whole run or takes seconds (marker `integration`) is left to `make test-all`,
+unless it is one of them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from targets import TARGETS, Target
 EXAMPLES = 100
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
+@pytest.mark.parametrize(
+    "target", [pytest.param(it, id=it.name, marks=[pytest.mark.integration] * (it.name == "rewards")) for it in TARGETS]
+)
 def test_only_our_own_errors_come_out(target: Target, tmp_path: Path) -> None:
     @settings(
         max_examples=EXAMPLES,

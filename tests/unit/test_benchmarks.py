@@ -183,6 +183,7 @@ def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
     assert {one["unit"] for one in json.loads((tmp_path / "found.json").read_text())["rows"]} > {*one_gpu.COLUMNS}
 
 
+@pytest.mark.integration
 def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started(table: Any) -> None:
     from benchmarks import one_gpu
 

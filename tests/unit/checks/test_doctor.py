@@ -404,6 +404,7 @@ def test_what_cannot_run_distributed_is_told_beside_the_rest() -> None:
     assert only(found, "batch").level is Level.OK
 
 
+@pytest.mark.integration
 def test_trls_own_refusal_of_a_batch_is_understood(tmp_path: Path) -> None:
     config = tmp_path / "setup.py"
     config.write_text(

@@ -2,9 +2,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "share_weights.py"
 
 
+@pytest.mark.integration
 def test_the_example_shares_weights_between_two_processes(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) < 60
     runner = subprocess.Popen([sys.executable, EXAMPLE, "run"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)

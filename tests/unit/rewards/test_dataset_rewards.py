@@ -125,6 +125,7 @@ def test_the_answer_that_counts(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
+@pytest.mark.integration
 def test_equal_formulas_are_equal_and_hostile_ones_cost_themselves_only() -> None:
     answers = ["\\frac{1}{2}", "0.5", "2/4", "\\frac{1}{3}", "\\frac{1}{0}", "{" * 900, "{" * 100_000, "10^{10^{10}}"]
     found = math([RIGHT_FORM.format(answer) for answer in answers], answer=["so it is \\boxed{\\frac{1}{2}}"] * 8)
