@@ -5,7 +5,7 @@ time, and the folder that has it under whatever name. The lines after - are ther
 """
 
 PLANTED = """
-result-not-synced async_grpo/queue/transitions.py unit/queue chaos/test_queue_faults.py
+result-not-synced async_grpo/queue/transitions.py unit/queue
 -            if durable:
 -                self.files.sync(temporary)
 

@@ -7,13 +7,15 @@ import os
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from queue_samples import RUN, make_job, names, serve, take_all
+from queue_samples import RUN, answer, make_job, names, serve, take_all
 
 from async_grpo.errors import QueueError, RunDirError
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
 from async_grpo.queue.codec import encode_job
+from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.listing import queue_counts
 from async_grpo.rundir import folders
 
@@ -32,6 +34,31 @@ def test_a_number_that_no_file_name_can_hold_is_refused(server: ServerQueue, num
     with pytest.raises(QueueError, match="from 0 to 9999"):
         WorkerQueue.open(server.root, number, "cpu")
     assert names(server, "alive") == []
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_durable_result_is_on_the_disk_before_its_claim_is_dropped(
+    server: ServerQueue, durable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noted(name: str, method: Any) -> Any:
+        def does(files: OsFiles, *given: Any) -> None:
+            method(files, *given)
+            done.append(" ".join([name, *(path.partition("/")[0] for path in given if isinstance(path, str))]))
+
+        return does
+
+    for name in ("create", "rename", "sync", "unlink"):
+        monkeypatch.setattr(OsFiles, name, noted(name, getattr(OsFiles, name)))
+    server.submit(make_job(0))
+    with closing(WorkerQueue.open(server.root, 1, "cpu", durable=durable)) as worker:
+        [claim] = worker.claim(1)
+        done.clear()
+        worker.complete(claim, answer(claim))
+        synced = {"create tmp": "sync tmp", "rename tmp queue": "sync queue"} if durable else {}
+        expected = ["create tmp", "rename tmp queue", "unlink queue"]
+        assert done == [each for one in expected for each in (one, synced.get(one)) if each]
 
 
 def test_the_number_of_open_jobs_is_bounded(tmp_path: Path) -> None:

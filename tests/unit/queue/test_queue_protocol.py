@@ -52,6 +52,16 @@ def test_claim_skips_what_it_is_told_to(server: ServerQueue, worker: WorkerQueue
     assert worker.wait(0)
 
 
+def test_handing_back_costs_no_attempt(server: ServerQueue, worker: WorkerQueue) -> None:
+    server.submit(make_job(0))
+    worker.hand_back(worker.claim(1)[0])
+    assert names(server) == ["0000000000.a00_pending.safetensors"]
+    worker._look_at = 0.0
+    worker.claim(1)
+    worker.close()
+    assert names(server) == ["0000000000.a00_pending.safetensors"]
+
+
 @pytest.mark.parametrize("how", ["fails", "kills its worker"])
 def test_a_job_that_failed_is_claimed_alone_and_given_up_at_the_third_time(server: ServerQueue, how: str) -> None:
     for seq in range(3):
