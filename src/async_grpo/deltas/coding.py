@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from async_grpo.errors import AsyncGRPOError
 
-_LEVEL = 1
 _GAP = np.dtype("<u4")
 _PIECE = 1 << 16  # words that are looked at together: they stay in the processor's cache
 
@@ -66,12 +65,13 @@ def change(words: Words, frame: Frame) -> None:
 
 
 def _from_planes(planes: Bytes, dtype: np.dtype[Any]) -> Words:
-    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
+    parts = enumerate(planes.reshape(dtype.itemsize, -1))
+    return sum((part.astype(dtype) << dtype.type(8 * byte) for byte, part in parts), start=np.zeros(1, dtype))
 
 
 def _compress(*arrays: Words) -> bytes:
     """The planes of some arrays, one after another: there is never a copy of all."""
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=sum(array.nbytes for array in arrays))
+    frame = zstandard.ZstdCompressor(level=1).compressobj(size=sum(array.nbytes for array in arrays))
     planes = (array.view("u1")[byte :: array.itemsize] for array in arrays for byte in range(array.itemsize))
     return b"".join([*(frame.compress(np.ascontiguousarray(plane).data) for plane in planes), frame.flush()])
 
