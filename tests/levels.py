@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "promises.md"
 UNIT = ("tests/unit", "tests/fuzz")
-HEADING = "promise"
 
 
 class Promise(NamedTuple):
@@ -28,7 +27,7 @@ class Promise(NamedTuple):
 def promises() -> list[Promise]:
     rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
-    return [Promise(text, _named(first), _named(rest)) for text, first, rest in cells if text != HEADING]
+    return [Promise(text, _named(first), _named(rest)) for text, first, rest in cells if text != "promise"]
 
 
 def _named(cell: str) -> list[str]:

@@ -156,13 +156,15 @@ def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
 
     log = "import json, os, time; open(os.environ['STEP_LOG'], 'w').writelines(json.dumps(x) + '\\n' for x in {})"
     fixed = {"steps": 1, "prompt": 2, "least_s": lambda model, card: 40.0}
+    (looked := tmp_path / "looks").touch()
+    looks = f"open({str(looked)!r}).read()"  # a letter for each time that somebody asked how busy the GPU is
 
     def case(name: str, code: str, rollouts: int = 4, **more: Any) -> Any:
         return one_gpu.Case(name=name, command=[sys.executable, "-c", code], rollouts=rollouts, **fixed, **more)
 
     def steps(step_s: float) -> str:
         lines = [{"time": time.time() + step_s * at, "step": at, "tokens": 40 * at} for at in range(-2, 3)]
-        return log.format(lines) + "; time.sleep(1)"
+        return f"{log.format(lines)}\nfirst = len({looks})\nwhile len({looks}) < first + 2: time.sleep(0.01)"
 
     model = dict.fromkeys(("layers", "head", "cache_bytes", "attention", "value_bytes"), 1)
     card = [{"card": {"bytes_s": 1e9, "flops_s": 1e9}, "model": model, "name": "a card"}]
@@ -170,7 +172,7 @@ def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
     ours = case("ours", steps(100), target=">= 0.5", target_trl=">= 3")
     rows = [case("failing", "raise SystemExit('why')"), case(one_gpu.TRL, steps(400)), ours]
     monkeypatch.setattr(one_gpu, "cases", lambda *_: rows)
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 83\n")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf x >> {looked}\necho 83\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(one_gpu, "SAMPLE_S", 0.05)

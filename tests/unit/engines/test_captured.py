@@ -206,6 +206,7 @@ def test_graphs_compute_what_passes_do(make_model: Any, graphs: list[Recorded]) 
     assert sum(graph.replays for graph in graphs) > 50
 
 
+@pytest.mark.integration
 def test_batches_of_other_sizes_take_the_same_memory_in_turn(
     graphs: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ ON_SLURM = tree(
     slurm={"partition": "short", "qos": "low", "timeout_min": 30, "mem_gb": 2, "cpus": 3},
 )
 STAGES = 4
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,6 @@ def test_stages_are_jobs_named_by_their_attempts_and_nothing_is_unpickled(
     assert names == {f"--job-name={attempt}" for attempt in attempts} and len(attempts) == STAGES
 
 
-@pytest.mark.integration
 def test_a_resume_cancels_the_job_of_a_killed_runner_and_waits_for_its_end(tmp_path: Path, cluster: Path) -> None:
     yard, stage = ExperimentYard(tmp_path), "QSharp_tiny_sums_r1.train"
     yard.fail(stage, "hang")
@@ -184,7 +184,6 @@ def test_before_its_time_limit_a_command_is_ended_and_queued_again(tmp_path: Pat
     assert len(starts.read_text().split()) == 2
 
 
-@pytest.mark.integration
 def test_a_time_limit_of_submitits_own_cluster_ends_a_command_and_starts_it_again(tmp_path: Path) -> None:
     starts = run_interrupted(tmp_path, id, "local", local_timeout_min=36 / 60)  # it signals 30 s before
     assert len(starts.read_text().split()) == 2
