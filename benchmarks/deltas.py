@@ -35,6 +35,7 @@ from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.chain_folder import chain_folder
 from async_grpo.deltas.delta import Weights, apply, digest, encode, pack, read
 from async_grpo.deltas.statistics import statistics
+from async_grpo.setup.process import keep_freed_memory
 
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3)
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="10 M weights, and no run of the demo")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    keep_freed_memory(os.environ)  # as trainers, workers and the command do
     rows = list(synthetic(10_000_000 if args.quick else 100_000_000, 3 if args.quick else 5))
     if not args.quick:
         rows += real(rounds=PAIRS, steps=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -51,8 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    actions = {"verify": _verify, "rebuild": _rebuild, "stats": _stats, "diff": _diff}
-    return actions[args.action](args)
+    from async_grpo.setup.process import keep_freed_memory
+
+    keep_freed_memory(os.environ)  # a version is rebuilt tensor by tensor, of arrays that come and go
+    return {"verify": _verify, "rebuild": _rebuild, "stats": _stats, "diff": _diff}[args.action](args)
 
 
 def _chain(folder: Path) -> Chain:
@@ -163,10 +166,8 @@ def _diff(args: argparse.Namespace) -> int:
     more = f", the first {SHOWN} of {len(found)}" if len(found) > SHOWN else ""
     options.print_table(f"by tensor{more}", ["tensor", "differ", "elements"], rows)
     if args.json is not None:
-        _write_json(
-            args.json,
-            {"old": args.old, "new": args.new, "tensors": {name: share._asdict() for name, share in found.items()}},
-        )
+        tensors = {name: share._asdict() for name, share in found.items()}
+        _write_json(args.json, {"old": args.old, "new": args.new, "tensors": tensors})
     return 0
 
 
