@@ -124,7 +124,7 @@ def any_order(options: Any) -> dict[str, Any]:
         phases=(Phase.generate,),
     )
     machine = seed(options.seed)(QueueMachine)
-    run_state_machine_as_test(machine, settings=machine_settings)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine, settings=machine_settings)
     return {"examples": options.examples}
 
 

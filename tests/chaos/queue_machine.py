@@ -73,7 +73,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._bury_workers(who, error)
         if SERVER in self.disk.dead:
             for seq in self.failures.keys() - self.trainer.queue._open.keys():
-                del self.failures[seq]  # the file that counted them may be gone: it was to be written anew
+                del self.failures[seq]  # the file that counted them may be gone: the server was to write it again
             self.trainer.queue._lock.release()
             self.trainer.queue.close()
             self._start_server()
