@@ -64,7 +64,8 @@ def test_the_files_of_the_real_clients_have_every_evaluation_and_the_names_of_th
     named = ("--run-name", "warm start", "--run-group", "seeds", "--run-tags", "small,first try")
     finish(
         tmp_path,
-        *("--distributed", "-n", "1", "--max-staleness", "2"),  # so training waits for each evaluation: none is skipped
+        *("--distributed", "-n", "1"),
+        *("--max-staleness", "1"),  # training waits at version 2 for the evaluation of 0, so that of 3 is not skipped
         *("--eval-every", "3", "--eval-replicates", "2", *named),
         TEST_EVAL="3",  # fewer than a batch
         TEST_STEPS="6",
