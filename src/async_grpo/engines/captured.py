@@ -52,6 +52,9 @@ class DecodeSteps:
         """Let the memory of batches go, and with it what is of its addresses."""
         self._memory: KeyValueMemory | None = None
         self._batches: list[FixedBatch] = []  # in that memory, one at a time; the last is the one in use
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
         self._logits_RV: Tensor | None = None
         self._pool: Any = None
         self._graphs: OrderedDict[tuple[int, ...], dict[Shape, torch.cuda.CUDAGraph]] = OrderedDict()
@@ -102,6 +105,8 @@ class DecodeSteps:
         smallest = min(fit, key=lambda batch: batch.most_rows * batch.most_tokens, default=None)
         batch = smallest or FixedBatch(cache, positions_bL, rows, tokens, self._memory)
         self._batches = [*(it for it in self._batches if it is not batch), batch]
+        if self._logits_RV is not None and len(self._logits_RV) < batch.most_rows:
+            self._forget_graphs()  # they write into the memory of fewer logits
 
     def _mixed(self) -> torch.dtype | None:
         """What mixed precision multiplies in."""

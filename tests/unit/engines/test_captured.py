@@ -223,6 +223,8 @@ def test_batches_of_other_sizes_take_the_same_memory_in_turn(
         (20, GROUPS, 12 * 64),
         (100, GROUPS, 12 * 128),
         (20, GROUPS, 12 * 128),
+        (20, GROUPS * 2, 12 * 128),  # more rows in the memory that is there
+        (100, GROUPS, 12 * 128),
         (20, GROUPS * 3, 40 * 64),
         (300, GROUPS[:4] + GROUPS[8:], 8 * 320),
         (20, GROUPS, 8 * 320),
