@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.sampler_work import decoding_loop, work_of_passes
-from decoding_models import GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
+from benchmarks.sampler_work import counted, decoding_loop, work_of_passes
+from decoding_models import EOS, GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
 from decoding_models import run as run_to_the_end
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,11 +19,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 from async_grpo.engines import captured, decoding
@@ -67,6 +71,55 @@ def test_tokens_are_those_of_shapes_that_grow(make_model: Any, lengths: tuple[in
     model, steps = make_model(), DecodeSteps(capture=False)
     for prompts in (GROUPS, PROMPTS[:1] * 6 + PROMPTS[1:2] * 6):  # the buffers of the first are there for the second
         assert_same(sampled(model, steps, lengths, prompts=prompts), sampled(model, None, lengths, prompts=prompts))
+
+
+class Guidance(LogitsProcessor):
+    """Changes each row by what it remembers of it, and says how far that moves the token's distribution."""
+
+    def __init__(self, rows: int) -> None:
+        self._favourites_b = torch.arange(rows) % 7 + 2
+
+    def keep(self, rows_b: Tensor) -> None:
+        self._favourites_b = self._favourites_b[rows_b]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        guided = scores.scatter_add(1, self._favourites_b[:, None], torch.full_like(scores[:, :1], 2.0))
+        self.divergences_b = (guided.softmax(-1) * (guided.log_softmax(-1) - scores.log_softmax(-1))).sum(-1)
+        return guided
+
+
+class EndsBehindPairs(StoppingCriteria):
+    """Ends a row where six divides the sum of its last two tokens: behind some pairs, as behind a stop string."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -2:].sum(1) % 6 == 0
+
+
+@pytest.mark.parametrize("case", ["guidance", "a stopping criterion", "several end tokens", "lengths of single jobs"])
+def test_what_a_run_may_ask_for_is_as_in_shapes_that_grow(case: str) -> None:
+    def loop(steps: DecodeSteps | None) -> SamplingLoop:
+        inputs, more = inputs_of(GROUPS, None, eos_token_id=[EOS, 5, 9] if case == "several end tokens" else -1), {}
+        if case == "guidance":
+            ends = inputs_of(GROUPS, (20, 3, 7))["logits_processor"]
+            inputs["logits_processor"] = LogitsProcessorList([Guidance(len(GROUPS)), *ends])
+            inputs["generation_config"].eos_token_id = EOS
+        if case == "a stopping criterion":
+            inputs["stopping_criteria"] = StoppingCriteriaList([EndsBehindPairs()])
+        if case == "lengths of single jobs":
+            more = {"group_size": 4, "most_tokens": [3, 20, 9]}
+        begun = begin(plain(), inputs, steps=steps, **more)
+        run_to_the_end(begun)
+        return begun
+
+    ours, wanted = loop(steps := DecodeSteps(capture=False)), loop(None)
+    assert steps._rows < len(GROUPS), "rows have left"
+    assert_same(ours, wanted)
+    assert ours.lengths_B.tolist() == wanted.lengths_B.tolist()
+    assert len({*ours.lengths_B.tolist()}) > 1
+    if case == "guidance":
+        assert ours.divergences_BC is not None and wanted.divergences_BC is not None
+        torch.testing.assert_close(ours.divergences_BC, wanted.divergences_BC, atol=1e-4, rtol=0)
+        assert ours.divergences_BC.max() > 0.1
 
 
 def test_what_is_drawn_is_the_same_while_no_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +192,14 @@ def test_no_key_is_copied_for_the_query_heads_that_share_it() -> None:
     heads_of_keys = 2 * 2 * 2 * 16 * 20 * 16 * 4  # layers, keys and values, heads, rows, tokens, width, bytes
     assert growing.bytes - fixed.bytes > 4 * heads_of_keys, "each for four query heads"
     assert len(fixed.kernels) < len(growing.kernels)
+
+
+def test_a_token_is_a_fraction_of_the_launches_and_its_draw_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QWEN3_SHAPE", "tiny")
+    with_targets = {row.name: row for row in counted("tiny", rows=64) if row.target}
+    assert len(with_targets) == 2
+    for row in with_targets.values():
+        assert row.ok, row
 
 
 # --- Graphs -----------------------------------------------------------------------------------------------
