@@ -79,9 +79,10 @@ class StaleRun(TrainingEvents):
     def train(self) -> float:
         """Returns the held-out accuracy after the last step."""
         fit(self._trainer, resume_from=None)
-        return self._measure()
+        return self.measure()
 
-    def _measure(self) -> float:
+    def measure(self) -> float:
+        """The held-out accuracy of the weights as they are now."""
         accuracy: float = self._accuracy(self._trainer.model, self._trainer.processing_class)
         return accuracy
 
@@ -95,7 +96,7 @@ class StaleRun(TrainingEvents):
         for name, values in self.series.items():
             values.append(metrics[name])
         if step in self._measured_at:
-            self.accuracies[step] = self._measure()
+            self.accuracies[step] = self.measure()
         return True
 
     def _keep_version(self, version: int) -> None:
@@ -103,9 +104,12 @@ class StaleRun(TrainingEvents):
         self._versions.append((version, {name: tensor.clone() for name, tensor in weights.items()}))
 
     def take_groups(self, version: int) -> Sequence[RolloutGroup]:
+        return self._generate(version, groups_per_round(self._trainer))
+
+    def _generate(self, version: int, groups: int) -> list[RolloutGroup]:
         generated_by, weights = self._versions[0]
         self._worker.model.load_state_dict(weights)
-        jobs = [self._next_job(version) for _ in range(groups_per_round(self._trainer))]
+        jobs = [self._next_job(version) for _ in range(groups)]
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
             sampled = self._sample([self._trl.prepare(job, generated_by) for job in jobs])
         return [

@@ -263,6 +263,7 @@ class TrainingSettings:
     accept_mismatch: bool = setting(
         False, "train on, with a warning, where trainer and sampler disagree on rollouts of the same weights"
     )
+    choose_prompts: bool = setting(False, "draw rows by the chance that the rewards of their group differ")
     filter_zero_variance: bool = setting(False, "replace groups whose rewards are all equal by new ones (DAPO)")
     weights: Way = setting(  # noqa: RUF009, it is frozen
         "auto",

@@ -74,6 +74,7 @@ OTHER_TRAINING = TrainingSettings(
     step_scaling="ess",
     padding="trl",
     accept_mismatch=True,
+    choose_prompts=True,
     filter_zero_variance=True,
     weights="host",
     deterministic=True,

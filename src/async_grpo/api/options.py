@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     step_scaling: str
     padding: str
     accept_mismatch: bool
+    choose_prompts: bool
     filter_zero_variance: bool
     weights: Literal["auto", "ipc", "host"]
     deterministic: bool

@@ -29,6 +29,15 @@ class Sampled(NamedTuple):
     version: int
 
 
+class RowCounts(NamedTuple):
+    """What the rewards of its groups say of a dataset row; counts are decayed."""
+
+    row: int
+    successes: float = 0.0
+    failures: float = 0.0
+    graded: bool = False  # groups are counted, not completions
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutState:
     """Which groups the weights of a checkpoint have been trained on."""
@@ -42,6 +51,7 @@ class RolloutState:
     consumed: list[int]  # and these above it, ascending
     passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
     waiting: list[Sampled] = field(default_factory=list)  # finished groups; of a deterministic run only
+    row_counts: list[RowCounts] = field(default_factory=list)  # with --choose-prompts
     run_dir: str = ""  # of the run, absolute, when the checkpoint was written
     files: dict[str, str] = field(default_factory=dict)  # the digest of each file that a resume reads
     format: int = FORMAT

@@ -8,6 +8,7 @@ worker/
   queue/ done/ quarantine/ tmp/ alive/        the job queue
   ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
   log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  consumed.jsonl  summary.json  tensorboard/
+  chosen.jsonl                  with --choose-prompts: the dataset row of each job
   trainer_states.jsonl          the trainer's state at the beginning of each step, for reward functions
   evaluations.jsonl             what each evaluation found
   last_weights/                 of a run from Python: its last weights, where no checkpoint has them
@@ -39,7 +40,7 @@ SERVER_LOCK = "server.lock"
 KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the run was started from Python
 ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
-    *("consumed.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
+    *("consumed.jsonl", "chosen.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
     *("hyperparameters.json", "last_weights", "last_weights.part", "trainer_states.jsonl"),
     *("nodes.json", "run.json", SERVER_LOCK, "generator.lock", "refused.json"),
     *("ps_ipc_handle.json", "ps_ipc_handle_version.json"),
@@ -99,6 +100,7 @@ class RunDir:
         self.metrics = self.root / "metrics.jsonl"
         self.trainer_states = self.root / "trainer_states.jsonl"
         self.consumption = self.root / "consumed.jsonl"
+        self.chosen = self.root / "chosen.jsonl"
         self.summary = self.root / "summary.json"
         self.evaluations = self.root / "evaluations.jsonl"
         self.comparison = self.root / "comparison.json"

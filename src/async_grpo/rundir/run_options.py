@@ -16,6 +16,7 @@ FIXED = {
     "deterministic": "the run would not be the same bit for bit",
     **dict.fromkeys(_OF_THE_LOSS, "it is part of the loss that the run minimises"),
     "padding": "the run, and a replay of it, would not be the same bit for bit",
+    "choose_prompts": "it decides which prompts are trained on",
     "filter_zero_variance": "it decides which groups are trained on",
 }
 """What cannot change when a run is resumed, and why."""

@@ -21,6 +21,7 @@ from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.before_start import engine_of, refuse, say_what_is_trained
 from async_grpo.training.checkpoints import CheckpointFolder, UsedGroups
+from async_grpo.training.choosing import PromptChooser
 from async_grpo.training.companions import Companions
 from async_grpo.training.corrections.checks import describe_noise, sampled_with
 from async_grpo.training.corrections.fresh_batch import bound_of
@@ -30,7 +31,7 @@ from async_grpo.training.distributed import Leader, Ranks
 from async_grpo.training.groups_for_trl import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, plain_fields
-from async_grpo.training.prompts import prompt_rows
+from async_grpo.training.prompts import prompt_rows, rows_at
 from async_grpo.training.reporting import StatesCallback, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
@@ -85,6 +86,7 @@ class Parts:
         self.publisher = WeightPublisher(exporter, companions.version_keeper())
         self.evaluations = companions.evaluations(self.queue, self.publisher, used.step if used else 0)
         watch = Watch(trainer, engine=engine, max_staleness=settings.max_staleness)
+        self.chooser = self._prompt_chooser(used) if settings.choose_prompts else None
         self.rollouts = self._rollout_source(state, used, watch)
 
     def _accept(self, generator: str | None) -> None:
@@ -114,9 +116,10 @@ class Parts:
 
     def _rollout_source(self, state: RunState, used: RolloutState | None, watch: Watch) -> RolloutSource:
         trainer, settings = self.trainer, self.settings
+        start = used.consumed_below if used else 0
         issuer = JobIssuer(
             self.queue,
-            prompt_rows(trainer, start=used.consumed_below if used else 0),
+            rows_at(trainer, self.chooser.rows(start)) if self.chooser else prompt_rows(trainer, start),
             run_id=state.run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
@@ -138,9 +141,15 @@ class Parts:
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
             way_to_workers=state.plan.way_to_workers,
             evaluations=self.evaluations,
+            chooser=self.chooser,
             resume_from=used,
             finish_s=state.plan.launch.stop_grace / 2,  # the other half is for the checkpoint
         )
+
+    def _prompt_chooser(self, used: RolloutState | None) -> PromptChooser:
+        settings = self.settings
+        ahead = schedule_of(self.trainer, settings.max_staleness).groups_ahead if settings.deterministic else 0
+        return PromptChooser(self.trainer, self.run.chosen, ahead=ahead, resume_from=used)
 
     def give_trainer_to(self, events: TrainingEvents) -> Callable[[], Path]:
         """Let the trainer take its rollouts from `events`, and report; returns what names the folder of the curves."""
@@ -166,5 +175,6 @@ class Parts:
 
     def close(self) -> None:
         """Close what was opened, the newest first. Workers see that the weights are withdrawn."""
-        for part in (self.evaluations, self.publisher, self.queue, self.history, self.log):
-            part.close()
+        for part in (self.evaluations, self.publisher, self.queue, self.history, self.log, self.chooser):
+            if part is not None:
+                part.close()

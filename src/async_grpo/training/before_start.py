@@ -19,6 +19,7 @@ from async_grpo.setup.overrides import check_callbacks, check_fields, check_over
 from async_grpo.setup.replaced import replaced_by_user
 from async_grpo.setup.sampling import check_sampling, refuse_guided
 from async_grpo.training import trl_trainer
+from async_grpo.training.choosing import refuse_choosing
 from async_grpo.training.corrections.checks import check, describe, describe_noise
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
@@ -46,6 +47,8 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, engine: Capabilitie
             f"--filter-zero-variance replaces groups that teach nothing, and {type(trainer).__name__} learns from "
             "equal rewards too. Leave it out."
         )
+    if settings.choose_prompts:
+        refuse_choosing(trainer)
     if (groups := groups_per_round(trainer)) > LARGEST_ROUND:
         raise UsageError(
             f"A generation batch of {groups:,} prompt groups is larger than the queue, which holds {LARGEST_ROUND:,}. "

@@ -122,7 +122,8 @@ class AsyncTraining(TrainingEvents):
         """
 
         def write() -> None:
-            for lines in (self._history, self.log, self._evaluations):
+            self._sync_records()
+            for lines in (self.log, self._evaluations):
                 lines.sync()
             and_then()
 
@@ -137,13 +138,13 @@ class AsyncTraining(TrainingEvents):
         needed, folder = checkpoints.bytes_needed(self._trainer), self._folder.staging
         make_space, should_stop = self._archive.make_space, self._leader.should_stop
         disk_space.wait_for_space(folder, needed, make_space=make_space, should_stop=should_stop)
-        disk_space.retry_while_full(self._history.sync, make_space=make_space, should_stop=should_stop)
+        disk_space.retry_while_full(self._sync_records, make_space=make_space, should_stop=should_stop)
         self._leader.go()
         return self._folder.staging
 
     def checkpoint_written(self, checkpoint: Path) -> None:
         self._leader.wait_for_all()  # each rank has written its part
-        self._history.sync()
+        self._sync_records()
         batch = self._trainer.batch_after_step
         state = self._rollouts.state_at(self.step, passes_done=batch.passes_done if batch is not None else 0)
         self._folder.put(checkpoint, state, batch)
@@ -152,6 +153,12 @@ class AsyncTraining(TrainingEvents):
         self._folder.rotate()
         activity.progress()
         activity.doing(TRAINING)
+
+    def _sync_records(self) -> None:
+        """Make what a checkpoint names survive a power cut."""
+        self._history.sync()
+        if self._parts.chooser is not None:
+            self._parts.chooser.sync()
 
     def _show_progress(self) -> None:
         activity.progress()

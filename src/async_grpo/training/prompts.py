@@ -33,8 +33,13 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
     dataset = trl_trainer.training_columns(trainer)
     if not hasattr(dataset, "__len__"):
         yield from map(encoded, islice(_streamed_rows(trainer, dataset), start, None))
-    dataset, as_files = images_as_files(dataset)
-    for index in islice(_row_indices(trainer, len(dataset)), start, None):
+    yield from rows_at(trainer, islice(row_indices(trainer), start, None))
+
+
+def rows_at(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """Yield the rows at these places of the training data."""
+    dataset, as_files = images_as_files(trl_trainer.training_columns(trainer))
+    for index in indices:
         yield as_files(dataset[index])
 
 
@@ -117,8 +122,11 @@ def _groups_unknown(trainer: GRPOTrainer, source: str, method: str) -> Unsupport
     )
 
 
-def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
-    """Undo `RepeatSampler`: each block of B groups comes `num_iterations * steps_per_generation` times over."""
+def row_indices(trainer: GRPOTrainer) -> Iterator[int]:
+    """Yield the place of one row per prompt group, without end, in the order of TRL's sampler.
+
+    This undoes `RepeatSampler`: each block of B groups comes `num_iterations * steps_per_generation` times over.
+    """
     group_size = trainer.num_generations
     batch = trainer.args.generation_batch_size
     size = batch * trainer.num_iterations * trainer.args.steps_per_generation
@@ -132,7 +140,7 @@ def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
                     raise _groups_unknown(trainer, "train sampler", "_get_train_sampler")
                 yield block[start]
         if not found:
-            raise _too_few(trainer, rows)
+            raise _too_few(trainer, len(trainer.train_dataset))
 
 
 def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any]]:

@@ -80,6 +80,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "step_scaling": (["--step-scaling", "ess"], REFUSED, "plan.training.step_scaling", "ess"),
     "padding": (["--padding", "trl"], REFUSED, "plan.training.padding", "trl"),
     "accept_mismatch": (["--accept-mismatch"], REFUSED, "plan.training.accept_mismatch", True),
+    "choose_prompts": (["--choose-prompts"], REFUSED, "plan.training.choose_prompts", True),
     "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "plan.training.filter_zero_variance", True),
     "weights": (["--weights", "auto"], REFUSED, "plan.training.weights", "auto"),
     "deterministic": (["--deterministic"], REFUSED, "plan.training.deterministic", True),

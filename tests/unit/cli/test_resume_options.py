@@ -107,7 +107,8 @@ def test_values_of_the_configuration_are_kept_one_by_one(
 
 
 @pytest.mark.parametrize(
-    "given", [["--seed", "8"], ["--correction", "tis"], ["--deterministic"], ["--filter-zero-variance"]]
+    "given",
+    [["--seed", "8"], ["--correction", "tis"], ["--deterministic"], ["--filter-zero-variance"], ["--choose-prompts"]],
 )
 def test_what_cannot_change_is_refused_and_nothing_is_started(
     launched: Launched, given: list[str], capsys: pytest.CaptureFixture[str]

@@ -175,6 +175,7 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Rows:
     if facts.versions_within_round:
         yield "", f"  when a batch is begun; {facts.versions_within_round} more in its last optimizer step"
     extras = ["deterministic"] if training.deterministic else []
+    extras += ["prompts are chosen"] if training.choose_prompts else []
     extras += ["groups with equal rewards are replaced"] if training.filter_zero_variance else []
     yield "correction", ", ".join([str(rule_of(training)), *extras])
 
