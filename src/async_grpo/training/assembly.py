@@ -141,7 +141,8 @@ class Parts:
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
             way_to_workers=state.plan.way_to_workers,
             evaluations=self.evaluations,
-            chooser=self.chooser,
+            learn=self.chooser.learn if self.chooser else None,
+            row_counts=self.chooser.counts if self.chooser else list,
             resume_from=used,
             finish_s=state.plan.launch.stop_grace / 2,  # the other half is for the checkpoint
         )

@@ -59,7 +59,7 @@ def drawn_chance(counts: RowCounts, num_generations: int, randomness: random.Ran
 
 
 def refuse_choosing(trainer: GRPOTrainer) -> None:
-    """Raise `UsageError` where rows have no place in a dataset, or groups of equal rewards teach too."""
+    """Raise `UsageError` where rows have no known place in a dataset, or groups of equal rewards teach too."""
     if not compares_groups(trainer):
         why = f"{type(trainer).__name__} learns from groups of equal rewards too. Leave it out."
     elif method := own_dataloader(trainer):

@@ -7,10 +7,9 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
-from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consumed
+from async_grpo.archive.rollout_state import RolloutState, RowCounts, Sampled, pack_consumed
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted
 from async_grpo.log import logger
@@ -23,9 +22,6 @@ from async_grpo.training.job_issuer import JobIssuer, SeenOfTrainer
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
 from async_grpo.training.weight_publisher import WeightPublisher
-
-if TYPE_CHECKING:  # it imports torch
-    from async_grpo.training.choosing import PromptChooser
 
 Quotas = Mapping[str, int]  # groups of each task in every batch; their sum is at most the size of a batch
 UNIFORM_ROUNDS = 10  # rounds of groups with equal rewards in a row; then train on them anyway
@@ -61,7 +57,8 @@ class RolloutSource:
         quotas: groups of each task that a batch waits for; None: of any. In order, the order of issue decides.
         is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
         evaluations: looked after at every look at the queue.
-        chooser: learns of each group that was scored, when it is taken or left out.
+        learn: is told of each group that was scored, when it is taken or left out.
+        row_counts: what is known of dataset rows by them, for the checkpoint.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
         finish_s: how long `finish_open` goes on after the run was asked to end.
         way_to_workers: what to do where none is alive.
@@ -81,7 +78,8 @@ class RolloutSource:
         quotas: Quotas | None = None,
         is_uniform: Callable[[RolloutGroup], bool] | None = None,
         evaluations: Evaluations | None = None,
-        chooser: PromptChooser | None = None,
+        learn: Callable[[Sequence[RolloutGroup]], None] | None = None,
+        row_counts: Callable[[], list[RowCounts]] = list,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
         finish_s: float = 0.0,
@@ -99,7 +97,7 @@ class RolloutSource:
         self._quotas = quotas
         self._is_uniform = is_uniform
         self._evaluations = evaluations
-        self._chooser = chooser
+        self._learn, self._row_counts = learn or (lambda groups: None), row_counts
         self._max_wait_s, self._finish_s, self._way_to_workers = max_wait_s, finish_s, way_to_workers
 
         self.rounds = resume_from.rounds if resume_from else 0  # batches trained on
@@ -238,12 +236,8 @@ class RolloutSource:
             consumed=sorted(self._consumed),
             passes_done=passes_done,
             waiting=[Sampled(seq, self._open[seq]) for seq in sorted(self._ready)] if self._in_order else [],
-            row_counts=self._chooser.counts() if self._chooser is not None else [],
+            row_counts=self._row_counts(),
         )
-
-    def _learn(self, groups: Sequence[RolloutGroup]) -> None:
-        if self._chooser is not None:
-            self._chooser.learn(groups)
 
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
         patience = self._patience()

@@ -217,7 +217,9 @@ def test_a_file_of_choices_that_does_not_fit_is_refused(damage: str, tmp_path: P
 def test_the_source_tells_of_groups_that_are_used_and_of_those_that_are_left_out(tmp_path: Path) -> None:
     chooser = Rows(tmp_path).chooser()
     list(islice(chooser.rows(), 6))
-    bench = Bench(schedule(B=2, K=1), chooser=chooser, is_uniform=lambda one: one.job.seq == 0)
+    bench = Bench(
+        schedule(B=2, K=1), learn=chooser.learn, row_counts=chooser.counts, is_uniform=lambda one: one.job.seq == 0
+    )
     bench.source.advance(0)
     bench.queue.finish(0, 1, 2, version=0)
     bench.source.take(0)
