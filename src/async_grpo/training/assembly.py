@@ -148,8 +148,8 @@ class Parts:
         )
 
     def _prompt_chooser(self, used: RolloutState | None) -> PromptChooser:
-        settings = self.settings
-        ahead = schedule_of(self.trainer, settings.max_staleness).groups_ahead if settings.deterministic else 0
+        most_open = schedule_of(self.trainer, self.settings.max_staleness).groups_ahead
+        ahead = most_open if self.settings.deterministic else 0
         return PromptChooser(self.trainer, self.run.chosen, ahead=ahead, resume_from=used)
 
     def give_trainer_to(self, events: TrainingEvents) -> Callable[[], Path]:

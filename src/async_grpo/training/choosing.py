@@ -1,18 +1,19 @@
 """Rows of the dataset chosen before they are generated, by the chance that the rewards of their group differ.
 
-Each row has a Beta posterior of success, from which a probability is drawn (MoPPS, arXiv 2507.04632). A row whose
-groups taught nothing is skipped with a probability, never for good (GRESO, arXiv 2506.02177). The rows of a task come
-in the order of TRL's sampler, less those that are skipped; the task of each job is that of the row that the sampler has
-at its place. `chosen.jsonl` has each choice, so that a resumed run issues every job with the row that it had.
+Each row has a Beta posterior of success, from which a probability is drawn (MoPPS, arXiv 2507.04632). A row is skipped
+with a probability, never for good (GRESO, arXiv 2506.02177). The rows of a task come in the order of TRL's sampler, and
+the task of each job is that of the row that the sampler has at its place. `chosen.jsonl` has each choice: a resumed run
+issues every job with the row that it had.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,7 @@ def counted_in(counts: RowCounts, group: RolloutGroup, *, varied: bool) -> RowCo
     rewards_G = group.rewards.sum(axis=1)
     won, of = float(rewards_G.sum()), float(len(rewards_G))
     graded = counts.graded or not np.isin(rewards_G, (0.0, 1.0)).all() or varied != (0 < won < of)
-    if graded:
-        won, of = float(varied), 1.0
+    won, of = (float(varied), 1.0) if graded else (won, of)
     kept = DECAY if graded == counts.graded else 0.0
     return RowCounts(counts.row, kept * counts.successes + won, kept * counts.failures + of - won, graded)
 
@@ -62,10 +62,8 @@ def refuse_choosing(trainer: GRPOTrainer) -> None:
     """Raise `UsageError` where rows have no known place in a dataset, or groups of equal rewards teach too."""
     if not compares_groups(trainer):
         why = f"{type(trainer).__name__} learns from groups of equal rewards too. Leave it out."
-    elif method := own_dataloader(trainer):
-        why = f"it knows a row by its place in the dataset, which {method} hides. Leave one of them out."
-    elif not hasattr(trainer.train_dataset, "__len__"):
-        why = "it knows a row by its place in the dataset, and a stream has none. Load the data without streaming."
+    elif (loader := own_dataloader(trainer)) or not hasattr(trainer.train_dataset, "__len__"):
+        why = f"it knows rows by their place in the dataset, which {loader or 'a stream'} hides. Leave one of them out."
     else:
         return
     raise UsageError(f"--choose-prompts cannot choose here: {why}")
@@ -82,7 +80,7 @@ class Choice:
 
     seq: int  # of the job
     row: int  # index in the dataset
-    looked: int  # rows of its task that were taken or skipped until then
+    skipped: int  # rows of its task since the one before
 
 
 class PromptChooser:
@@ -108,13 +106,13 @@ class PromptChooser:
         is_whole = len(before) >= (resume_from.next_seq if resume_from else 0)
         if not is_whole or any(one.seq != seq or one.row >= len(self._tasks) for seq, one in enumerate(before)):
             raise RunDirError(
-                f"{record}, which has the row of each job, is damaged, or the training data have fewer rows than "
-                "before. Put both back as they were, or begin another run with --run-dir OTHER."
+                f"{record}, which has the row of each job, is damaged, or the training data have lost rows. Put both "
+                "back as they were, or begin another run with --run-dir OTHER."
             )
         self._counts = {one.row: one for one in resume_from.row_counts} if resume_from else {}
         self._reserve = ahead + (resume_from.consumed_groups if resume_from else 0)  # choices that wait for no group
         self._chosen = [one.row for one in before]
-        self._looked = {self._tasks[one.row]: one.looked for one in before}
+        self._passed = Counter(self._tasks[one.row] for one in before for _ in range(1 + one.skipped))
         self._rows_of: dict[str, Iterator[int]] = {}
         self._places = islice(row_indices(trainer), len(before), None)
         self._record = LineFile(record)
@@ -126,10 +124,9 @@ class PromptChooser:
 
     def rows(self, start: int = 0) -> Iterator[int]:
         """Yield the row index of each job from job `start` on, without end."""
-        while True:
-            self._choose_until(max(start + 1, self._reserve))
-            yield self._chosen[start]
-            start += 1
+        for seq in count(start):
+            self._choose_until(max(seq + 1, self._reserve))
+            yield self._chosen[seq]
 
     def learn(self, groups: Sequence[RolloutGroup]) -> None:
         """Count the rewards of groups that were taken or left out."""
@@ -142,28 +139,21 @@ class PromptChooser:
 
     def _choose_until(self, jobs: int) -> None:
         while len(self._chosen) < jobs:
-            task = self._tasks[next(self._places)]
-            before = self._looked.get(task, 0)
-            row = self._next_row(task)
-            self._chosen.append(row)
-            choice = Choice(seq=len(self._chosen) - 1, row=row, looked=self._looked[task])
+            choice = self._choose(len(self._chosen), self._tasks[next(self._places)])
+            self._chosen.append(choice.row)
             self._record.append(json.dumps(asdict(choice)))
-            trl_trainer.append_metric(self._trainer, "async/rows_skipped", choice.looked - before - 1)
+            trl_trainer.append_metric(self._trainer, "async/rows_skipped", choice.skipped)
 
-    def _next_row(self, task: str) -> int:
-        looked = self._looked.get(task, 0)
+    def _choose(self, seq: int, task: str) -> Choice:
         if task not in self._rows_of:
             of_task = (row for row in row_indices(self._trainer) if self._tasks[row] == task)
-            self._rows_of[task] = islice(of_task, looked, None)
-        randomness = random.Random(seed_from(f"{self._trainer.args.seed}:{len(self._chosen)}:row"))
-        for row in self._rows_of[task]:
-            looked += 1
-            if randomness.random() < self._chance(row, randomness):
-                break
-        self._looked[task] = looked
-        return row
+            self._rows_of[task] = islice(of_task, self._passed[task], None)
+        randomness = random.Random(seed_from(f"{self._trainer.args.seed}:{seq}:row"))
+        skipped = 0
+        while randomness.random() >= self._chance(row := next(self._rows_of[task]), randomness):
+            skipped += 1
+        return Choice(seq=seq, row=row, skipped=skipped)
 
     def _chance(self, row: int, randomness: random.Random) -> float:
-        if row not in self._counts:
-            return 1.0
-        return max(FLOOR, drawn_chance(self._counts[row], int(self._trainer.num_generations), randomness))
+        known = self._counts.get(row)
+        return max(FLOOR, drawn_chance(known, self._trainer.num_generations, randomness)) if known else 1.0

@@ -122,8 +122,7 @@ class AsyncTraining(TrainingEvents):
         """
 
         def write() -> None:
-            self._sync_records()
-            for lines in (self.log, self._evaluations):
+            for lines in (self._history, self.log, self._evaluations):
                 lines.sync()
             and_then()
 
@@ -155,7 +154,6 @@ class AsyncTraining(TrainingEvents):
         activity.doing(TRAINING)
 
     def _sync_records(self) -> None:
-        """Make what a checkpoint names survive a power cut."""
         self._history.sync()
         if self._parts.chooser is not None:
             self._parts.chooser.sync()

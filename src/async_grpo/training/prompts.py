@@ -123,10 +123,7 @@ def _groups_unknown(trainer: GRPOTrainer, source: str, method: str) -> Unsupport
 
 
 def row_indices(trainer: GRPOTrainer) -> Iterator[int]:
-    """Yield the place of one row per prompt group, without end, in the order of TRL's sampler.
-
-    This undoes `RepeatSampler`: each block of B groups comes `num_iterations * steps_per_generation` times over.
-    """
+    """Undo `RepeatSampler`, without end: a block of B groups comes `num_iterations * steps_per_generation` times."""
     group_size = trainer.num_generations
     batch = trainer.args.generation_batch_size
     size = batch * trainer.num_iterations * trainer.args.steps_per_generation
