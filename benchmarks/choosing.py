@@ -6,8 +6,8 @@
 A cell is one training run of 40 steps of 16 prompts with 8 completions, one or two versions stale, in one process
 (`stale_run.py`). Groups whose rewards are all equal are thrown away and replaced, as `--filter-zero-variance` does;
 with `chosen` rows are chosen before that. In `mixed`, 40 % of the rows reward every answer with 1, and 40 % every
-answer with 0; `plain` has neither and is the control. Time is counted in generated groups, since workers are the slow
-side. The held-out accuracy is computed, not sampled. Cells that are in `--json` are not run again.
+answer with 0; `plain` has neither and is the control. Time is counted in generated groups. The held-out accuracy is
+computed, not sampled. Cells that are in the JSON file are not run again.
 """
 
 from __future__ import annotations
@@ -15,38 +15,43 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cells import keep, outcomes, read_outcomes
 from benchmarks.table import update_docs
 
 RESULTS = Path(__file__).parent / "results" / "choosing.json"
 ROWS = 400  # so that a run passes them several times
 SHARE = 0.4  # of trivial rows, and of impossible ones
 CONFIG = {"sums": {}, "reverse": {"learning_rate": 2e-4}}  # at twice the rate both ways fall apart now and then
+PROMPTS = 16  # a step
 EVERY = 4  # steps, after which the accuracy is measured
+WAYS = ("filter", "chosen")
+HEAD = (
+    "| task | rows | generated for one trained on: filter alone | chosen | ratio | until 50 % of the gain, ratio | "
+    "until 90 % | last accuracy: filter alone | chosen |"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     task: str
     data: str  # mixed, plain
-    way: str  # filter, chosen
+    way: str
     seed: int
     steps: int = 40
 
@@ -55,81 +60,77 @@ class Cell:
 class Outcome:
     cell: Cell
     generated: list[int]  # groups, until each measurement
-    trained: list[int]
     accuracies: list[float]
-    seconds: float  # of CPU
+
+    @property
+    def price(self) -> float:
+        """Groups generated for each that is trained on."""
+        return self.generated[-1] / (PROMPTS * self.cell.steps)
+
+    def until(self, accuracy: float) -> float:
+        """Groups generated until the accuracy is first reached, interpolated between measurements; inf if never."""
+        for at in range(1, len(self.accuracies)):
+            before, after = self.accuracies[at - 1], self.accuracies[at]
+            if after >= accuracy:
+                share = (accuracy - before) / (after - before)
+                return self.generated[at - 1] + share * (self.generated[at] - self.generated[at - 1])
+        return math.inf
 
 
 def train(cell: Cell) -> Outcome:
-    started = time.process_time()
-    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
-        import torch
-
-        torch.set_num_threads(1)
-        found = _run(cell, Path(folder))
-    return Outcome(cell=cell, **found, seconds=round(time.process_time() - started, 1))
-
-
-def _run(cell: Cell, folder: Path) -> dict[str, Any]:
+    import torch
     from benchmarks import stale_run
 
+    from async_grpo.archive.advantages import AdvantageRule
     from async_grpo.records import RolloutGroup
     from async_grpo.training.choosing import PromptChooser
     from async_grpo.training.corrections.rule import rule
     from async_grpo.training.prompts import rows_at
-    from async_grpo.training.schedule import groups_per_round
+
+    torch.set_num_threads(1)
+    generated, accuracies = list[int](), list[float]()
 
     class Filtered(stale_run.StaleRun):
         """Generates two rounds at a time until there is a batch of groups whose rewards differ; the rest waits."""
 
-        def __init__(self, **more: Any) -> None:
-            super().__init__(**more)
-            self.generated = self.trained = 0
-            self._useful: list[RolloutGroup] = []
-            self.curve: list[tuple[int, int, float]] = []
+        def __init__(self, folder: Path, **more: Any) -> None:
+            super().__init__(output_dir=folder, **more)
+            self._generated, self._useful = 0, list[RolloutGroup]()
             self._chooser = PromptChooser(self._trainer, folder / "chosen.jsonl")
             if cell.way == "chosen":
                 self._rows = rows_at(self._trainer, self._chooser.rows())
 
         def take_groups(self, version: int) -> Sequence[RolloutGroup]:
-            size = groups_per_round(self._trainer)
-            while len(self._useful) < size:
-                groups = self._generate(version, 2 * size)
+            while len(self._useful) < PROMPTS:
+                groups = self._generate(version, 2 * PROMPTS)
                 if cell.way == "chosen":
                     self._chooser.learn(groups)
-                self.generated += len(groups)
-                self._useful += filter(_varied, groups)
-            self.trained += size
-            batch, self._useful = self._useful[:size], self._useful[size:]
+                self._generated += len(groups)
+                self._useful += (group for group in groups if not AdvantageRule().teaches_nothing(group.rewards))
+            batch, self._useful = self._useful[:PROMPTS], self._useful[PROMPTS:]
             return batch
 
         def measure(self) -> float:
-            accuracy = super().measure()
-            self.curve.append((self.generated, self.trained, round(accuracy, 4)))
-            return accuracy
+            generated.append(self._generated)
+            accuracies.append(round(super().measure(), 4))
+            return accuracies[-1]
 
-    build, measured = stale_run.TASKS[cell.task]
-    stale_run.TASKS[f"{cell.task}, {cell.data}"] = (partial(_build, build, cell.data), measured)
-    run = Filtered(
-        task=f"{cell.task}, {cell.data}",
-        staleness=1,
-        correction=rule("bypass"),
-        seed=cell.seed,
-        steps=cell.steps,
-        output_dir=folder,
-        config=CONFIG[cell.task],
-        measured_at=range(EVERY, cell.steps + 1, EVERY),
-    )
-    run.measure()
-    run.train()
-    generated, trained, accuracies = (list(column) for column in zip(*run.curve[:-1], strict=True))
-    return {"generated": generated, "trained": trained, "accuracies": accuracies}
-
-
-def _varied(group: Any) -> bool:
-    from async_grpo.archive.advantages import AdvantageRule
-
-    return not AdvantageRule().teaches_nothing(group.rewards)
+    task, (build, measured) = f"{cell.task}, {cell.data}", stale_run.TASKS[cell.task]
+    stale_run.TASKS[task] = (partial(_build, build, cell.data), measured)
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        run = Filtered(
+            Path(folder),
+            task=task,
+            staleness=1,
+            correction=rule("bypass"),
+            seed=cell.seed,
+            steps=cell.steps,
+            config=CONFIG[cell.task],
+            measured_at=range(EVERY, cell.steps + 1, EVERY),
+        )
+        run.measure()
+        run.train()
+    return Outcome(cell=cell, generated=generated[:-1], accuracies=accuracies[:-1])  # the last step is there twice
 
 
 def _build(build: Any, data: str, *given: Any, **changes: Any) -> Any:
@@ -148,93 +149,51 @@ def _build(build: Any, data: str, *given: Any, **changes: Any) -> Any:
     return trainer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed of 20 steps of the sums, nothing is kept")
-    parser.add_argument("--seeds", type=int, default=5, help="from 1 to this one")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="cells that are there are not run again")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many minutes")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--update-docs", action="store_true")
-    args = parser.parse_args()
-    path = None if args.quick else args.json
-    done = read_outcomes(path, Outcome, Cell)
-    quick = [Cell(task="sums", data="mixed", way=way, seed=1, steps=20) for way in ("filter", "chosen")]
-    cells = [
-        Cell(task=task, data=data, way=way, seed=seed)
-        for data in ("mixed", "plain")
-        for seed in range(1, args.seeds + 1)
-        for task in ("sums", "reverse")
-        for way in ("filter", "chosen")
-    ]
-    left = [cell for cell in (quick if args.quick else cells) if cell not in {one.cell for one in done}]
-    until = time.monotonic() + 60 * args.minutes
-    for one in outcomes(train, left, processes=args.processes, until=until):
-        done.append(one)
-        keep(path, one)
-        print(
-            one.cell, one.generated[-1] / one.trained[-1], one.accuracies[-1], one.seconds, file=sys.stderr, flush=True
-        )
-    text = table(done)
-    print(text)
-    if args.update_docs:
-        update_docs("choosing", text)
-
-
-HEAD = (
-    "task",
-    "rows",
-    "groups generated for one trained in: filter alone",
-    "with `--choose-prompts`",
-    "ratio",
-    "groups until 50 % of the gain, ratio",
-    "until 90 %",
-    "last accuracy: filter alone",
-    "with `--choose-prompts`",
-)
+def run() -> list[Outcome]:
+    """Run the cells that are not in `RESULTS`, and keep them there; all that are there."""
+    told = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    done = [Outcome(**{**one, "cell": Cell(**one["cell"])}) for one in told]
+    for data, seed, task, way in product(("mixed", "plain"), range(1, 6), CONFIG, WAYS):
+        if (cell := Cell(task=task, data=data, way=way, seed=seed)) not in [one.cell for one in done]:
+            done.append(train(cell))
+            RESULTS.write_text("[\n" + ",\n".join(json.dumps(asdict(one)) for one in done) + "\n]\n")
+            print(cell, f"{done[-1].price:.2f} groups, {done[-1].accuracies[-1]:.3f}", file=sys.stderr, flush=True)
+    return done
 
 
 def table(done: Sequence[Outcome]) -> str:
     """A row for each task and data: means over the seeds that have both ways, ± their standard errors."""
-    lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    for task, data in sorted({(one.cell.task, one.cell.data) for one in done}):
-        by_seed = {(one.cell.seed, one.cell.way): one for one in done if (one.cell.task, one.cell.data) == (task, data)}
-        pairs = [
-            (filtered, by_seed[seed, "chosen"])
-            for (seed, way), filtered in by_seed.items()
-            if way == "filter" and (seed, "chosen") in by_seed
-        ]
-        if not pairs:
-            continue
-        price = [[one.generated[-1] / one.trained[-1] for one in pair] for pair in pairs]
+    lines = [HEAD, "|" + "---|" * 9]
+    for data, task in sorted({(one.cell.data, one.cell.task) for one in done}):
+        of = {(one.cell.seed, one.cell.way): one for one in done if (one.cell.data, one.cell.task) == (data, task)}
+        pairs = [(of[seed, "filter"], of[seed, "chosen"]) for seed, way in of if way == "chosen"]
+        first, last = pairs[0][0].accuracies[0], [filtered.accuracies[-1] for filtered, _ in pairs]
+        goals = [[first + part * (end - first) for end in last] for part in (0.5, 0.9)]
         figures = [
-            *zip(*price, strict=True),
-            [chosen / filtered for filtered, chosen in price],
-            *([_until(b, goal(a, part)) / _until(a, goal(a, part)) for a, b in pairs] for part in (0.5, 0.9)),
-            *zip(*((a.accuracies[-1], b.accuracies[-1]) for a, b in pairs), strict=True),
+            *zip(*((a.price, b.price) for a, b in pairs), strict=True),
+            [b.price / a.price for a, b in pairs],
+            *([b.until(goal) / a.until(goal) for (a, b), goal in zip(pairs, each, strict=True)] for each in goals),
+            last,
+            [chosen.accuracies[-1] for _, chosen in pairs],
         ]
         lines.append(f"| {task} | {data} | {' | '.join(map(_told, figures))} |")
     return "\n".join(lines)
 
 
-def goal(one: Outcome, part: float) -> float:
-    """The accuracy after a part of what this run gains."""
-    return one.accuracies[0] + part * (one.accuracies[-1] - one.accuracies[0])
-
-
-def _until(one: Outcome, accuracy: float) -> float:
-    """Groups generated until the accuracy is first reached, between measurements by interpolation; inf if never."""
-    for at in range(1, len(one.accuracies)):
-        before, after = one.accuracies[at - 1], one.accuracies[at]
-        if after >= accuracy:
-            share = (accuracy - before) / (after - before)
-            return one.generated[at - 1] + share * (one.generated[at] - one.generated[at - 1])
-    return math.inf
-
-
 def _told(values: Sequence[float]) -> str:
-    error = f" ± {stdev(values) / math.sqrt(len(values)):.2g}" if len(values) > 1 else ""
-    return f"{mean(values):.3g}{error}"
+    return f"{mean(values):.3g}" + (f" ± {stdev(values) / math.sqrt(len(values)):.2g}" if len(values) > 1 else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one seed of 20 steps of the sums, nothing is kept")
+    parser.add_argument("--update-docs", action="store_true", help="put the table into the documentation")
+    args = parser.parse_args()
+    quick = (Cell(task="sums", data="mixed", way=way, seed=1, steps=20) for way in WAYS)
+    text = table([train(cell) for cell in quick] if args.quick else run())
+    print(text)
+    if args.update_docs:
+        update_docs("choosing", text)
 
 
 if __name__ == "__main__":
