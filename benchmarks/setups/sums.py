@@ -42,6 +42,8 @@ class Setting:
     long_share: float = 0.0  # of the answers are `LONGER` times as long
     steps: int = 20
     num_iterations: int = 1  # optimizer steps on each batch
+    micro_batches: int = 1  # a step
+    as_they_come: bool = False  # a generation batch is one of them, so that each begins with the groups that are there
     learning_rate: float = 4e-4
     loss_type: str = "dapo"  # TRL's default
     seed: int = 42
@@ -218,7 +220,9 @@ def get_trainer() -> GRPOTrainer:
         args=GRPOConfig(
             output_dir=os.environ["BENCH_RECORD"] + ".outputs",
             max_steps=setting.steps,
-            per_device_train_batch_size=setting.prompts * setting.generations,
+            per_device_train_batch_size=setting.prompts * setting.generations // setting.micro_batches,
+            gradient_accumulation_steps=setting.micro_batches,
+            steps_per_generation=1 if setting.as_they_come else setting.micro_batches,
             num_generations=setting.generations,
             num_iterations=setting.num_iterations,
             max_completion_length=longest * (LONGER if setting.long_share else 1),

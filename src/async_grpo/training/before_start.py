@@ -11,13 +11,14 @@ from async_grpo.log import logger
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup import fingerprints
-from async_grpo.setup.algorithm import compares_groups, gradients_besides
+from async_grpo.setup.algorithm import Algorithm, compares_groups, gradients_besides
 from async_grpo.setup.generator_choice import Capabilities, choose_generator
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.openai_harness import check_agent
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
 from async_grpo.setup.replaced import replaced_by_user
 from async_grpo.setup.sampling import check_sampling, refuse_guided
+from async_grpo.tasks.gradients import OF_BATCHES
 from async_grpo.training import trl_trainer
 from async_grpo.training.choosing import refuse_choosing
 from async_grpo.training.corrections.checks import check, describe, describe_noise
@@ -86,6 +87,8 @@ def say_what_is_trained(trainer: GRPOTrainer, settings: TrainingSettings) -> Non
         logger.info("{}", told)
     if told := describe_tasks(trainer):
         logger.info("tasks: {}", told)
+    if told := describe_parts(trainer):
+        logger.info("{}", told)
     if settings.filter_zero_variance and "_generate_and_score_completions" in replaced_by_user(trainer):
         logger.warning(
             "--filter-zero-variance looks at rewards only, not at what _generate_and_score_completions of {} does.",
@@ -100,6 +103,28 @@ def say_what_is_trained(trainer: GRPOTrainer, settings: TrainingSettings) -> Non
             settings.max_staleness,
             settings.max_staleness + later,
         )
+
+
+def describe_parts(trainer: GRPOTrainer) -> str:
+    """Say that a step takes several generation batches, one as its groups come, and what sees none of the others."""
+    if (parts := schedule_of(trainer, 0).rounds_per_version) == 1:
+        return ""
+    told = f"each of the {parts} generation batches of a step is trained on as soon as its groups are there"
+    apart = of_the_batch(trainer)
+    return told if not apart else f"{told}. Computed over one of them, and not over the step: {', '.join(apart)}"
+
+
+def of_the_batch(trainer: GRPOTrainer) -> list[str]:
+    """What TRL computes over a generation batch as a whole, so that a smaller one gives other gradients."""
+    named = {
+        f"the number of tokens that loss_type={trainer.loss_type} divides by": trainer.loss_type in OF_BATCHES,
+        "the standard deviation of scale_rewards=batch": trainer.scale_rewards == "batch",
+        "the mean and deviation of multi_objective_aggregation=normalize_then_sum": (
+            trainer.multi_objective_aggregation == "normalize_then_sum"
+        ),
+        f"what {type(trainer).__name__} does with a batch": isinstance(trainer, Algorithm),
+    }
+    return [name for name, is_used in named.items() if is_used]
 
 
 def describe_tasks(trainer: GRPOTrainer) -> str:

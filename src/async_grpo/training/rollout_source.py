@@ -20,7 +20,7 @@ from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.companions import Evaluations
 from async_grpo.training.job_issuer import JobIssuer, SeenOfTrainer
 from async_grpo.training.rollout_metrics import RolloutMetrics
-from async_grpo.training.schedule import Lookahead, Schedule
+from async_grpo.training.schedule import Schedule
 from async_grpo.training.weight_publisher import WeightPublisher
 
 Quotas = Mapping[str, int]  # groups of each task in every batch; their sum is at most the size of a batch
@@ -88,7 +88,7 @@ class RolloutSource:
         self._queue = queue
         self._issuer = issuer
         self._schedule = schedule.resumed(resume_from) if resume_from else schedule
-        self._lookahead = Lookahead(schedule.groups_per_round, schedule.groups_ahead)
+        self._lookahead = schedule.lookahead()
         self._publisher = publisher
         self._history = history
         self._metrics = metrics

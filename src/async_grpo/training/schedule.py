@@ -10,6 +10,10 @@ round in which it is still in time (`must_wait`): no group is ever over age in a
 The bound is for the first pass of a round. Where TRL takes several optimizer steps on a batch, its last pass is
 `versions_within_round` versions later, in the asynchronous run as in TRL itself.
 
+Where a step takes several rounds (`steps_per_generation` under `gradient_accumulation_steps`), all of them start at one
+version, and each is trained on as soon as its groups are there, while the others are still generated: the periodic
+asynchrony of arXiv 2511.18871, on-policy at `max_staleness` 0.
+
 The bound is a limit and no goal: `Lookahead` keeps as few groups under way as leave no worker idle while the trainer
 waits, because a group that lies finished grows stale for nothing.
 """
@@ -45,11 +49,20 @@ class Schedule:
     first_round: int = 0  # that this process takes: a resumed run may begin in the middle of the one before
     first_version: int = 0  # of this process
     micro_steps_before: int = 0  # that are left of the round before `first_round`
+    rounds_before: int = 0  # of the processes before, whose rounds may have been larger or smaller
+    groups_before: int = 0  # that they consumed
 
     def resumed(self, state: RolloutState) -> Schedule:
         """The schedule of a process that resumes from this checkpoint."""
         left = self.micro_steps_per_round - state.passes_done if state.passes_done else 0
-        return replace(self, first_round=state.rounds, first_version=state.step, micro_steps_before=left)
+        return replace(
+            self,
+            first_round=state.rounds,
+            first_version=state.step,
+            micro_steps_before=left,
+            rounds_before=state.rounds,
+            groups_before=state.consumed_groups,
+        )
 
     def with_round_at(self, round_index: int, version: int) -> Schedule:
         """The schedule where round `round_index` starts at `version`, if the trainer takes more rounds than planned.
@@ -68,13 +81,16 @@ class Schedule:
 
     def oldest_version_for(self, position: int) -> int:
         """The oldest policy version that may generate the `position`-th usable job (counted from 0)."""
-        return max(0, self.version_of_round(position // self.groups_per_round) - self.max_staleness)
+        return max(0, self.version_of_round(self._round_of(position)) - self.max_staleness)
 
     def is_admissible(self, position: int, version: int, open_jobs: int, ends_at: int | None = None) -> bool:
         """Whether the `position`-th usable job may be issued at `version`: a step uses it, before training ends."""
-        used_at = self.version_of_round(position // self.groups_per_round)
+        used_at = self.version_of_round(self._round_of(position))
         is_used = ends_at is None or used_at < ends_at
         return is_used and open_jobs < self.most_open and used_at - self.max_staleness <= version
+
+    def _round_of(self, position: int) -> int:
+        return self.rounds_before + (position - self.groups_before) // self.groups_per_round
 
     @property
     def most_open(self) -> int:
@@ -93,6 +109,15 @@ class Schedule:
         """The most groups, issued and not yet taken, that the staleness bound can use."""
         rounds = (self.max_staleness + 1) * self.micro_steps_per_version // self.micro_steps_per_round
         return self.groups_per_round * max(1, rounds)
+
+    @property
+    def rounds_per_version(self) -> int:
+        """How many rounds one optimizer step takes; 1 where it takes a part of one."""
+        return max(1, self.micro_steps_per_version // self.micro_steps_per_round)
+
+    def lookahead(self) -> Lookahead:
+        """How many groups are kept under way: without staleness all of a version, as none of them can grow stale."""
+        return Lookahead(self.groups_per_round, self.groups_ahead, adapts=self.max_staleness > 0)
 
     def must_wait(self, left: Sequence[tuple[int, bool]], round_index: int, version: int) -> bool:
         """Whether round `round_index`, at `version`, must wait for a group that it would otherwise leave behind.
@@ -138,11 +163,12 @@ class Lookahead:
 
     Args:
         most: what the staleness bound can use, whole rounds.
+        adapts: False: as many are always under way.
     """
 
-    def __init__(self, groups_per_round: int, most: int) -> None:
+    def __init__(self, groups_per_round: int, most: int, *, adapts: bool = True) -> None:
         self._round = groups_per_round
-        self._least = min(2 * groups_per_round, most)
+        self._least = min(2 * groups_per_round, most) if adapts else most
         self._most = most
         self._calm = 0  # batches in a row for which workers did not run dry
         self.groups = self._least

@@ -56,6 +56,65 @@ def test_without_staleness_one_batch_is_under_way_and_the_next_is_issued_after_t
     assert bench.queue.jobs[2].min_version == 1
 
 
+PARTS = {"B": 2, "K": 0, "per_round": 1, "per_version": 3}  # three rounds of two groups to a step
+
+
+@pytest.mark.parametrize(
+    ("options", "finished", "taken"), [({}, [5, 3], [3, 5]), ({"in_order": True}, [5, 3, 1, 0], [0, 1])]
+)
+def test_a_part_of_a_step_begins_with_the_groups_that_are_there_while_others_are_generated(
+    options: dict[str, bool], finished: list[int], taken: list[int]
+) -> None:
+    bench = Bench(schedule(**PARTS), **options)
+    bench.source.advance(0)
+    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5], "all of the step at once"
+    for seq in bench.queue.submitted:
+        bench.queue.claim(seq)
+    arriving = iter(finished)
+    bench.queue.on_wait = lambda: bench.queue.finish(next(arriving), version=0)
+    assert seqs(bench.source.take(0)) == taken
+    assert bench.queue.waits == len(finished)
+    rest = sorted(bench.queue.claimed)
+    bench.queue.finish(*rest, version=0)
+    assert sorted([*seqs(bench.source.take(0)), *seqs(bench.source.take(0)), *taken]) == [0, 1, 2, 3, 4, 5]
+    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5], "none of the next version before the step"
+    bench.step_done(1)
+    assert [bench.queue.jobs[seq].min_version for seq in range(6, 12)] == [1] * 6
+
+
+def test_parts_of_a_step_that_did_not_end_are_taken_again_by_the_run_that_resumes() -> None:
+    bench = Bench(schedule(**PARTS))
+    bench.source.advance(0)
+    bench.queue.finish(*range(6), version=0)
+    for _ in range(3):
+        bench.source.take(0)
+    bench.step_done(1)
+    bench.queue.finish(8, 10, version=1)
+    assert seqs(bench.source.take(1)) == [8, 10]
+    bench.stopping = True
+    bench.queue.on_wait = lambda: None
+    with pytest.raises(StopTraining):
+        bench.source.take(1)
+    state = bench.source.state_at(1, passes_done=0)
+    assert list(state.consumed_seqs()) == [0, 1, 2, 3, 4, 5] and state.rounds == 3
+    again = Bench(schedule(**PARTS), resume_from=state)
+    again.publisher.version = 1
+    again.source.advance(1)
+    assert again.queue.submitted == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("K", [0, 1])
+@pytest.mark.parametrize(("B", "per_round", "per_version"), [(2, 1, 4), (4, 2, 4), (8, 4, 4), (16, 8, 4)])
+def test_a_resume_with_rounds_of_another_size_issues_as_many_as_the_bound_admits(
+    B: int, per_round: int, per_version: int, K: int
+) -> None:
+    """Two rounds of eight were used: where positions counted in new rounds from 0, no job would ever be admissible."""
+    state = resumed(next_seq=16, rounds=2, consumed_below=16)
+    bench = Bench(schedule(B=B, K=K, per_round=per_round, per_version=per_version), resume_from=state, in_order=True)
+    bench.source.advance(2)
+    assert bench.queue.submitted == list(range(16, 16 + max(B, 8 * (K + 1) // B * B)))
+
+
 @pytest.mark.parametrize("K", [0, 2])
 def test_a_trainer_that_takes_several_batches_for_one_step_gets_them(K: int) -> None:
     """As a `_prepare_inputs` does that samples until something holds; without a stall, and within the bound."""

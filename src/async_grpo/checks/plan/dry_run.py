@@ -156,6 +156,8 @@ def _batch_rows(facts: TrainerFacts) -> Rows:
     yield "", f"  possible num_generations: {', '.join(map(str, possible_generations(batch)))}"
     if facts.tasks:
         yield "tasks", facts.tasks
+    if facts.parts:
+        yield "step", facts.parts
     if facts.rounds is None:
         yield "length", f"{facts.epochs:g} epochs of streamed data: as many steps as it has"
         return

@@ -129,6 +129,7 @@ class TrainerFacts:
     trained_besides: int = 0  # numbers of a critic
     gradients_besides: int = 0  # of the whole model, beside TRL's
     tasks: str = ""  # of the rows, and of a batch, in words
+    parts: str = ""  # of a step, which are more than one generation batch, in words
     vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
 
     @property
@@ -314,7 +315,7 @@ def describe(trainer: GRPOTrainer, plan: RunPlan) -> TrainerFacts:
 
 
 def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
-    from async_grpo.training.before_start import describe_tasks
+    from async_grpo.training.before_start import describe_parts, describe_tasks
 
     model = trainer.model
     return {
@@ -324,6 +325,7 @@ def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
         "trained_besides": trained_besides(trainer),
         "gradients_besides": gradients_besides(trainer),
         "tasks": describe_tasks(trainer),
+        "parts": describe_parts(trainer),
         "reference_bytes": parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
         "shape": shape_of(model),
         "context_length": getattr(model.config.get_text_config(), "max_position_embeddings", None),
@@ -350,7 +352,7 @@ def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
 
 def _of_publishing(trainer: GRPOTrainer, plan: RunPlan) -> dict[str, Any]:
     """How many versions and groups there will be at a time, and how versions are published."""
-    from async_grpo.training.schedule import Lookahead, schedule_of
+    from async_grpo.training.schedule import schedule_of
     from async_grpo.training.weight_publisher import slots_of
 
     settings = plan.training
@@ -358,7 +360,7 @@ def _of_publishing(trainer: GRPOTrainer, plan: RunPlan) -> dict[str, Any]:
     return {
         "slots": slots_of(trainer.model, plan, HF),  # until the generator is known
         "groups_ahead": schedule.groups_ahead,
-        "first_groups": Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
+        "first_groups": schedule.lookahead().groups,
         "versions_within_round": schedule.versions_within_round,
         "published_in_bf16": settings.publish_dtype == "bf16",
         "published_in_host_memory": plan.weights == "host",
