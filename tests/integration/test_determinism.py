@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from async_grpo.roles.replay import checkpoint_digest
-from kit.runs import DEADLINE_S, IN_MID_BATCH, SETUP, command, finish, read, steps_logged, weights_of_a_replay
+from kit.runs import DEADLINE_S, IN_MID_BATCH, SETUP, command, finish, lines_of, read, steps_logged, weights_of_a_replay
 
 pytestmark = pytest.mark.integration
 
@@ -32,6 +33,11 @@ def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> No
         run.wait_until(lambda: len(steps_logged(folder / "worker")) >= step, f"step {step}")
         run.server().kill()
         assert run.wait() != 0, run.output
+
+
+def ages(line: dict[str, Any]) -> list[int]:
+    """In versions, of the groups of a line of the record."""
+    return [line["version_used"] - version for version in line.get("policy_versions", [])]
 
 
 STOPPED_SOON = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "600")
@@ -85,24 +91,29 @@ def test_a_death_of_a_run_whose_steps_are_scaled(undisturbed: Path, tmp_path: Pa
         {"num_iterations": 2, "steps_per_generation": 3},
         {"steps_per_generation": 3},
         {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 3},
     ],
     ids=str,
 )
 def test_a_death_after_any_kind_of_checkpoint(tmp_path: Path, arguments: dict[str, int]) -> None:
     """Checkpoints are at steps 4, 8, …, so some lie between the optimizer steps of one generation batch.
 
-    With `gradient_accumulation_steps` step 8 ends an epoch, and so a batch: there it is the checkpoint before.
+    With `gradient_accumulation_steps` step 8 ends an epoch, and so a batch: there it is the checkpoint before. The last
+    ones take several batches a step without staleness, as their groups come; 16 an epoch, so that its last step is one.
     """
     saved = 4 if "gradient_accumulation_steps" in arguments else 8
+    options = ("--max-staleness", "0") if arguments.get("steps_per_generation") == 1 else ()
     env = {"TEST_GRPO": json.dumps(arguments)}
     one, killed = tmp_path / "one", tmp_path / "killed"
     one.mkdir()
-    train(one, "-n", "1", **env)
-    kill_the_server_at(saved + 1, killed, "--steps", str(STEPS), "-n", "3", **env)
+    train(one, "-n", "1", *options, **env)
+    kill_the_server_at(saved + 1, killed, "--steps", str(STEPS), "-n", "3", *options, **env)
     in_mid_batch = (killed / f"checkpoints/checkpoint-{saved}/rollout_batch.safetensors").exists()
-    assert in_mid_batch == bool(arguments)
+    assert in_mid_batch == (arguments.get("steps_per_generation", 1) > 1)
     train(killed, "-n", "2", "--resume", **env)
     assert weights_of(killed) == weights_of(one) == weights_of_a_replay(killed, **env)
+    if options:
+        assert {age for line in lines_of(one / "worker" / "consumed.jsonl") for age in ages(line)} == {0}
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ class RolloutSource:
         """Issue every job that may be issued while the trainer is at `version`."""
         if self._publisher.held_at is not None:  # workers see nothing newer, and could not serve a job that asks for it
             version = min(version, self._publisher.held_at)
+        self._schedule = self._schedule.not_behind(self.rounds + len(self._taken), version)
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
         seen: SeenOfTrainer | None = None
         while self._issuer.submit_held_back() and len(self._open) < most:

@@ -74,6 +74,15 @@ class Schedule:
             schedule = replace(schedule, first_round=schedule.first_round + 1)
         return schedule
 
+    def not_behind(self, round_index: int, version: int) -> Schedule:
+        """The schedule where round `round_index`, the next one, starts at `version` or later.
+
+        transformers takes a smaller step at the end of an epoch whose rounds do not fill its last step.
+        """
+        if self.version_of_round(round_index) >= version:
+            return self
+        return replace(self, first_round=round_index, first_version=version, micro_steps_before=0)
+
     def version_of_round(self, round_index: int) -> int:
         """The policy version at which round `round_index` starts."""
         micro_steps = (round_index - self.first_round) * self.micro_steps_per_round + self.micro_steps_before

@@ -103,6 +103,20 @@ def test_parts_of_a_step_that_did_not_end_are_taken_again_by_the_run_that_resume
     assert again.queue.submitted == [6, 7, 8, 9, 10, 11]
 
 
+def test_a_smaller_step_at_the_end_of_each_epoch_costs_no_more_than_what_was_issued_for_it() -> None:
+    """Seven rounds an epoch, three a step: transformers takes the last one alone."""
+    bench = Bench(schedule(**PARTS))
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed(), version=bench.publisher.version)
+    dropped = []
+    for version in range(12):
+        for _ in range((3, 3, 1)[version % 3]):
+            assert {group.policy_version for group in bench.source.take(version)} == {version}
+        bench.source.trained()
+        bench.publisher.version = version + 1
+        dropped.append(len(bench.history.left_out))
+    assert dropped == [0, 0, 0, 4, 4, 4, 8, 8, 8, 12, 12, 12]
+
+
 @pytest.mark.parametrize("K", [0, 1])
 @pytest.mark.parametrize(("B", "per_round", "per_version"), [(2, 1, 4), (4, 2, 4), (8, 4, 4), (16, 8, 4)])
 def test_a_resume_with_rounds_of_another_size_issues_as_many_as_the_bound_admits(
