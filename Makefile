@@ -92,10 +92,11 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 # Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness
-BENCH ?= weights job_queue sandbox tools start evaluation deltas chaos monkey async_vs_trl staleness turn_credit ppo guidance long_run
+BENCH ?= weights job_queue sandbox tools start evaluation deltas chaos monkey async_vs_trl staleness turn_credit ppo guidance long_run as_they_come
 # Options of one of them. These write tables of their own into docs/.
 BENCH_async_vs_trl = --update-docs
 BENCH_long_run = --update-docs
+BENCH_as_they_come = --update-docs
 BENCH_turn_credit = --update-docs
 BENCH_ppo = --update-docs
 BENCH_guidance = --docs

@@ -1,4 +1,4 @@
-"""A step of several generation batches: each is trained on as its groups come, with the gradients of one whole batch."""
+"""A step of several generation batches: each begins as its groups come, with the gradients of one whole batch."""
 
 from __future__ import annotations
 
