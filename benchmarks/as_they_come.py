@@ -86,12 +86,12 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    tail = replace(WHOLE, prompts=32, answer_tokens=20, long_share=0.01, steps=13)
+    tail = replace(WHOLE, prompts=64, answer_tokens=20, long_share=0.01, steps=10)
     waits = replace(WHOLE, prompts=32, steps=9, reward_call_s=0.03)
     return {
         "even": Case("answers of 48 tokens, server + 1 worker", WHOLE, workers=1),
         "tail": Case(
-            "1% of the answers 8 times as long, server + 1 worker", tail, workers=1, flags=("--groups-per-claim", "32")
+            "1% of the answers 8 times as long, server + 1 worker", tail, workers=1, flags=("--groups-per-claim", "64")
         ),
         "reward": Case("reward waits 30 ms a group, server + 2 workers", waits, workers=2, flags=("--score-alone",)),
     }
@@ -110,7 +110,7 @@ def measure(chosen: Sequence[Case], rounds: int) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round: a minute")
+    parser.add_argument("--quick", action="store_true", help="one round, nothing is written: a minute and a half")
     parser.add_argument("--rows", default="even,tail", metavar="NAMES", help=f"of {','.join(cases())}")
     parser.add_argument("--json", type=Path, default=RESULT, help=f"where the rows go (default: {RESULT.name})")
     parser.add_argument("--update-docs", action="store_true", help="put the table into the documentation")

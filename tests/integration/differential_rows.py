@@ -178,6 +178,9 @@ LOSSES: dict[str, Row] = {
     "micro-batches with padding": row(
         **UNEVEN, **ACCUMULATING, options={"padding": "trl"}, shows=lambda run: trained(run) and not unpadded(run)
     ),
+    "micro-batches that are generation batches": row(  # the fourth step ends an epoch, with two of them
+        **{**UNEVEN, **ACCUMULATING, "steps_per_generation": 1, "max_steps": 5}, options={"correction": "tis"}
+    ),
     "iterations without padding": row(
         **{**UNEVEN, **ACCUMULATING, "gradient_accumulation_steps": 2, "max_steps": 8},
         num_iterations=2,

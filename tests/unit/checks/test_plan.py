@@ -225,7 +225,9 @@ def test_the_plan_of_gpus(
     engine: str,
     beside_the_server: str,
 ) -> None:
-    monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts(generator=generator)))
+    monkeypatch.setattr(
+        dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts(generator=generator, parts="each of the 2"))
+    )
     dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path))
     text = capsys.readouterr().out
     for expected in (
@@ -235,6 +237,7 @@ def test_the_plan_of_gpus(
         "correction     bypass: the ratio is clipped around the policy that sampled\n",
         "worker 3 on GPU 1",
         "1 prompt x 8 completions = 8 a round",
+        "step           each of the 2\n",
         "100 optimizer steps = 100 rounds = 800 completions; 1.6 epochs of 64 prompts",
         "server, on GPU 0: 14.0 MB",
         "weights 2.0 MB, gradients 2.0 MB, optimizer 4.0 MB, published for the workers 6.0 MB (3 versions of 2.0 MB)",
