@@ -265,6 +265,12 @@ class TrainingSettings:
     )
     choose_prompts: bool = setting(False, "draw rows by the chance that the rewards of their group differ")
     filter_zero_variance: bool = setting(False, "replace groups whose rewards are all equal by new ones (DAPO)")
+    train_of_group: int | None = setting(
+        None,
+        "train on the M completions of each group whose rewards differ most; advantages are of all (default: all)",
+        type=positive,
+        metavar="M",
+    )
     weights: Way = setting(  # noqa: RUF009, it is frozen
         "auto",
         "memory that a server on a GPU publishes its weights in: its GPU's (ipc), or the host's, for workers whose GPU "

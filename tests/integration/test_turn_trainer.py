@@ -17,7 +17,7 @@ from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.credit import trainer as hooks
 from async_grpo.errors import UnsupportedError
 from async_grpo.roles import replay
-from async_grpo.settings import NO_PADDING
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.groups_for_trl import require_columns
@@ -113,7 +113,7 @@ def test_a_replay_trains_on_the_turn_rewards_again_and_shows_them(tmp_path: Path
     get_trainer = turn_trainer(tmp_path)
     run, again = served(get_trainer), get_trainer()
     (tmp_path / "replay").mkdir()
-    replay._train(again, iter(run.batches), rule("bypass"), NO_PADDING, tmp_path / "replay")
+    replay._train(again, iter(run.batches), rule("bypass"), TrainingSettings(), tmp_path / "replay")
     weights = run.trainer.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model.state_dict().items())
     step = json.loads((tmp_path / "replay" / "metrics.jsonl").read_text().splitlines()[0])

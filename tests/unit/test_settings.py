@@ -76,6 +76,7 @@ OTHER_TRAINING = TrainingSettings(
     accept_mismatch=True,
     choose_prompts=True,
     filter_zero_variance=True,
+    train_of_group=4,
     weights="host",
     deterministic=True,
     max_attempts=5,

@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     accept_mismatch: bool
     choose_prompts: bool
     filter_zero_variance: bool
+    train_of_group: int | None
     weights: Literal["auto", "ipc", "host"]
     deterministic: bool
     max_attempts: int

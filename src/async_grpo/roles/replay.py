@@ -151,7 +151,7 @@ def _replay(options: ReplayOptions, record: _ReplayRecord, output_dir: Path) -> 
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
     groups = _groups_of(record.history, record.files, state.run_id, sampled_by)
-    _train(trainer, groups, correction, training.padding, output_dir)
+    _train(trainer, groups, correction, training, output_dir)
     return _outcome(trainer, output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
 
 
@@ -230,7 +230,7 @@ def _group(file: Path, run_id: str) -> RolloutGroup:
 
 
 def _train(
-    trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, padding: str, output_dir: Path
+    trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, run: TrainingSettings, output_dir: Path
 ) -> None:
     """Train `trainer` on `batches`; its weights, curves and metrics are in `output_dir` afterwards."""
     from async_grpo.training import trl_trainer
@@ -243,7 +243,8 @@ def _train(
             return next(batches)
 
     check(correction, trainer, own_loss=has_own_loss(trainer))
-    trl_trainer.make_async(trainer, Replay(), correction=correction, padding=padding)
+    own: dict[str, Any] = {"padding": run.padding, "train_of_group": run.train_of_group}
+    trl_trainer.make_async(trainer, Replay(), correction=correction, **own)
     try:
         with closing(RunLog(output_dir / "metrics.jsonl", REPLAY_LINE)) as log:
             report(trainer, log, output_dir / "tensorboard")

@@ -18,6 +18,7 @@ FIXED = {
     "padding": "the run, and a replay of it, would not be the same bit for bit",
     "choose_prompts": "it decides which prompts are trained on",
     "filter_zero_variance": "it decides which groups are trained on",
+    "train_of_group": "it decides which completions are trained on",
 }
 """What cannot change when a run is resumed, and why."""
 _EXCLUSIVE = ({"num_workers", "worker_device_ids"},)  # one of them that is given takes the place of the others

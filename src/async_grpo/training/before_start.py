@@ -26,6 +26,7 @@ from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.schedule import LARGEST_ROUND, groups_per_round, schedule_of
 from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
+from async_grpo.training.train_of_group import refuse_part
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -50,6 +51,8 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, engine: Capabilitie
         )
     if settings.choose_prompts:
         refuse_choosing(trainer)
+    if settings.train_of_group is not None:
+        refuse_part(trainer, settings.train_of_group)
     if (groups := groups_per_round(trainer)) > LARGEST_ROUND:
         raise UsageError(
             f"A generation batch of {groups:,} prompt groups is larger than the queue, which holds {LARGEST_ROUND:,}. "

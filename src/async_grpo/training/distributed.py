@@ -24,7 +24,7 @@ from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -215,7 +215,8 @@ class Follower(TrainingEvents):
         self._ranks = ranks
         self._staging: Path | None = None  # where checkpoints are written
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
-        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound(), padding=settings.padding)
+        own: dict[str, Any] = {"padding": settings.padding, "train_of_group": settings.train_of_group}
+        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound(), **own)
 
     def train(self) -> None:
         """Train as long as rank 0 does."""

@@ -40,6 +40,7 @@ from async_grpo.training.resumed_settings import InForce, say_if_schedule_begins
 from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, longer_half
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
+from async_grpo.training.train_of_group import part_of_groups
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -88,6 +89,7 @@ class AsyncGRPOMixin(CorrectedLoss):
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
     random_before_data: torch.Tensor | None = None  # torch's state before the epoch's data, until its first step
     saved_at: int | None = None  # the optimizer step of the newest checkpoint of this process
+    train_of_group: int | None = None  # completions of each group that are trained on; None: all
     _saves_into: Path | None = None  # in place of output_dir, while a checkpoint is written
     _resumed_from: Path | None = None
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
@@ -105,6 +107,8 @@ class AsyncGRPOMixin(CorrectedLoss):
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
             output |= self.kept_columns()
         output |= _ages_and_lengths(self, groups, output["advantages"].device)
+        if self.train_of_group is not None:
+            output = part_of_groups(self, output, len(rows))
         self.correct(output)
         return output
 
@@ -258,6 +262,7 @@ def make_async(
     correction: Rule,
     fresh: Bound | None = None,
     padding: str = NO_PADDING,
+    train_of_group: int | None = None,
 ) -> None:
     """Give this very trainer object a class that takes its rollouts from `events`.
 
@@ -268,7 +273,7 @@ def make_async(
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
     _take_methods_off(trainer, {name for base in bases for cls in base.__mro__[:-1] for name in vars(cls)})
     trainer.__class__ = adapter(type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {}))
-    trainer.events, trainer.padding = events, padding
+    trainer.events, trainer.padding, trainer.train_of_group = events, padding, train_of_group
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [it for it in callbacks if type(it) not in (ProgressCallback, PrinterCallback)]
     callbacks.insert(0, _EventsCallback(trainer))

@@ -82,6 +82,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "accept_mismatch": (["--accept-mismatch"], REFUSED, "plan.training.accept_mismatch", True),
     "choose_prompts": (["--choose-prompts"], REFUSED, "plan.training.choose_prompts", True),
     "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "plan.training.filter_zero_variance", True),
+    "train_of_group": (["--train-of-group", "4"], REFUSED, "plan.training.train_of_group", 4),
     "weights": (["--weights", "auto"], REFUSED, "plan.training.weights", "auto"),
     "deterministic": (["--deterministic"], REFUSED, "plan.training.deterministic", True),
     "max_attempts": (["--max-attempts", "2"], REFUSED, "plan.training.max_attempts", 2),

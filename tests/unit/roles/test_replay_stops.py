@@ -10,6 +10,7 @@ import pytest
 
 from async_grpo.cli import main
 from async_grpo.roles import replay
+from async_grpo.settings import TrainingSettings
 from async_grpo.training import reporting, trl_trainer
 from async_grpo.training.corrections import checks, trl_loss
 from async_grpo.training.corrections.rule import rule
@@ -31,7 +32,7 @@ def test_the_steps_that_were_done_are_told(
     state = SimpleNamespace(global_step=done, max_steps=9)
     trainer = SimpleNamespace(state=state, save_model=interrupted)
     with pytest.raises(replay.ReplayStoppedError, match=says):
-        replay._train(trainer, iter([]), rule("bypass", None, None, None), "none", tmp_path)
+        replay._train(trainer, iter([]), rule("bypass", None, None, None), TrainingSettings(), tmp_path)
 
 
 def test_before_the_first_step_nothing_was_written(

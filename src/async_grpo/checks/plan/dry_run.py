@@ -179,6 +179,7 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Rows:
     extras = ["deterministic"] if training.deterministic else []
     extras += ["prompts are chosen"] if training.choose_prompts else []
     extras += ["groups with equal rewards are replaced"] if training.filter_zero_variance else []
+    extras += [f"{training.train_of_group} completions of each group are trained on"] if training.train_of_group else []
     yield "correction", ", ".join([str(rule_of(training)), *extras])
 
 

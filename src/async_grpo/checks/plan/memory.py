@@ -124,7 +124,8 @@ def activation_bytes(facts: TrainerFacts, *, on_gpu: bool) -> int | None:
     """Bytes of one forward and backward pass; None where the model's shape is not known."""
     if facts.shape is None:
         return None
-    rows = facts.batch.per_device_train_batch_size
+    batch = facts.batch
+    rows = batch.per_device_train_batch_size * (facts.train_of_group or batch.num_generations) // batch.num_generations
     logits = 4 * rows * (facts.max_completion_length or 0) * facts.shape.vocabulary
     kept = pass_bytes(
         facts.shape,

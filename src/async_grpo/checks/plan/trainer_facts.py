@@ -128,6 +128,7 @@ class TrainerFacts:
     published_in_host_memory: bool = False  # --weights host: a GPU holds none of what is published
     trained_besides: int = 0  # numbers of a critic
     gradients_besides: int = 0  # of the whole model, beside TRL's
+    train_of_group: int | None = None  # completions of each group that are trained on; None: all
     tasks: str = ""  # of the rows, and of a batch, in words
     parts: str = ""  # of a step, which are more than one generation batch, in words
     vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
@@ -364,6 +365,7 @@ def _of_publishing(trainer: GRPOTrainer, plan: RunPlan) -> dict[str, Any]:
         "versions_within_round": schedule.versions_within_round,
         "published_in_bf16": settings.publish_dtype == "bf16",
         "published_in_host_memory": plan.weights == "host",
+        "train_of_group": settings.train_of_group,
     }
 
 
