@@ -89,7 +89,7 @@ def test_a_death_of_a_run_whose_steps_are_scaled(undisturbed: Path, tmp_path: Pa
     [
         ({}, []),
         ({"num_iterations": 2, "steps_per_generation": 3}, []),
-        ({"steps_per_generation": 3, "num_generations": 4}, ["--train-of-group", "2"]),
+        ({"steps_per_generation": 3}, ["--train-of-group", "2"]),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, []),
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 3}, ["--max-staleness", "0"]),
     ],

@@ -225,16 +225,16 @@ def test_the_plan_of_gpus(
     engine: str,
     beside_the_server: str,
 ) -> None:
-    monkeypatch.setattr(
-        dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts(generator=generator, parts="each of the 2"))
-    )
-    dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path))
+    look = Look(facts=facts(generator=generator, parts="each of the 2"))
+    monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: look)
+    dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path, train_of_group=2, filter_zero_variance=True))
     text = capsys.readouterr().out
     for expected in (
         "1 parameter server and 3 workers",
         "server on GPU 0",
         f"{engine}, in the workers; up to 256 tokens a completion",
-        "correction     bypass: the ratio is clipped around the policy that sampled\n",
+        "correction     bypass: the ratio is clipped around the policy that sampled, groups with equal rewards are "
+        "replaced, 2 completions of each group are trained on\n",
         "worker 3 on GPU 1",
         "1 prompt x 8 completions = 8 a round",
         "step           each of the 2\n",

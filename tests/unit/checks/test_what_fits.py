@@ -239,6 +239,13 @@ def test_the_trainer_of_7b_does_not_fit_and_the_doctor_warns_with_what_helps_mos
     assert [line.level for line in found] == [Level.WARNING] and "LoRA" in found[0].fix
 
 
+def test_a_part_of_each_group_needs_as_much_as_a_smaller_batch() -> None:
+    of = of_size(1_000_000, QWEN_7B, batch=batch(8, group=4))
+    smaller = replace(of, batch=batch(4, group=4))
+    part, less, more = (activation_bytes(it, on_gpu=True) for it in (replace(of, train_of_group=2), smaller, of))
+    assert part is not None and more is not None and part == less < more
+
+
 def test_checkpointing_is_what_helps_most_where_activations_rule() -> None:
     of = of_size(1_000_000, QWEN_7B, max_completion_length=4096, gradient_checkpointing=False)
     change = best_change(of)
