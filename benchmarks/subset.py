@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -33,22 +33,13 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cells import outcomes
+from benchmarks.edge_report import TITLES, write
 from benchmarks.table import describe_machine, machine_line, update_docs
 
 RESULTS = Path(__file__).parent / "results" / "subset.json"
 PROMPTS, STEPS, STALENESS = 16, 36, 1
 SHARES = (0.5, 0.9)  # of the gain
-TARGET, LEAST = 0.6, 0.8  # of the CPU time of `all`
-TITLES = {"sums": "the demo's sums", "reverse": "12 letters, written backwards"}
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    generated: int  # completions of a prompt
-    trained: int | None  # of them; None: all
-
-
-COLUMNS = {"all": Column(32, None), "subset": Column(32, 8), "small": Column(8, None)}
+COLUMNS = {"all": (32, None), "subset": (32, 8), "small": (8, None)}  # completions of a prompt, and those trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +48,7 @@ class Cell:
     column: str
     rate: float
     seed: int
-    steps: int = STEPS
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +67,6 @@ class Outcome:
         return math.inf
 
 
-# --- One cell ---------------------------------------------------------------------------------------------
-
-
 def train(cell: Cell) -> Outcome:
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         import torch
@@ -89,7 +77,7 @@ def train(cell: Cell) -> Outcome:
 
         torch.set_num_threads(1)
         keep_freed_memory(os.environ)
-        column = COLUMNS[cell.column]
+        generated, trained = COLUMNS[cell.column]
         found = Outcome(cell=cell, accuracies=[], seconds=[], tokens=[])
 
         class Timed(StaleRun):
@@ -117,8 +105,7 @@ def train(cell: Cell) -> Outcome:
                 found.tokens.append(self._trainer.tokens_computed)
                 self.began = time.process_time()
 
-        config = {"learning_rate": cell.rate, "lr_scheduler_type": "constant", "warmup_steps": 0}
-        config |= {"num_generations": column.generated, "per_device_train_batch_size": PROMPTS * column.generated}
+        config = {"num_generations": generated, "per_device_train_batch_size": PROMPTS * generated}
         run = Timed(
             task=cell.task,
             staleness=STALENESS,
@@ -126,14 +113,11 @@ def train(cell: Cell) -> Outcome:
             seed=cell.seed,
             steps=cell.steps,
             output_dir=Path(folder),
-            config=config,
+            config={**config, "learning_rate": cell.rate, "lr_scheduler_type": "constant", "warmup_steps": 0},
         )
-        run._trainer.train_of_group = column.trained
+        run._trainer.train_of_group = trained
         run.train()
     return found
-
-
-# --- The table --------------------------------------------------------------------------------------------
 
 
 def table(done: Sequence[Outcome]) -> str:
@@ -141,12 +125,12 @@ def table(done: Sequence[Outcome]) -> str:
     head += [f"tokens to {share:.0%}" for share in SHARES] + ["steps to 90%", "CPU time a step"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for task, rate in dict.fromkeys((one.cell.task, one.cell.rate) for one in done):
-        for column, how in COLUMNS.items():
+        for column, (generated, trained) in COLUMNS.items():
             here = [one for one in done if (one.cell.task, one.cell.rate) == (task, rate)]
             of_all = {one.cell.seed: one for one in here if one.cell.column == "all"}
             ones = [one for one in here if one.cell.column == column and one.cell.seed in of_all]
             if pairs := [(of_all[one.cell.seed], one) for one in ones]:
-                of = f"{how.trained or how.generated} of {how.generated}"
+                of = f"{trained or generated} of {generated}"
                 lines.append(f"| {TITLES[task]}, {rate:g} | {of} | {' | '.join(_figures(pairs))} |")
     return "\n".join(lines)
 
@@ -160,7 +144,7 @@ def _figures(pairs: Sequence[tuple[Any, Outcome]]) -> list[str]:
                 of_one, of_whole = (_cost(each, whole, share, kind) for each in (one, whole))
                 ratios.setdefault(f"{kind}{share}", []).append(of_one / of_whole)
         ratios.setdefault("each", []).append(one.seconds[-1] / whole.seconds[-1])
-    return [_figure([_last(one) for _, one in pairs]), *map(_figure, ratios.values())]
+    return [_figure([_last(one) for _, one in pairs], digits=3), *map(_figure, ratios.values())]
 
 
 def _cost(one: Outcome, whole: Outcome, share: float, kind: str) -> float:
@@ -173,13 +157,13 @@ def _last(one: Outcome) -> float:
     return mean(one.accuracies[-5:])
 
 
-def _figure(values: Sequence[float]) -> str:
+def _figure(values: Sequence[float], digits: int = 2) -> str:
     """Mean ± standard error, and how many never came there."""
     there = [value for value in values if value < math.inf]
     if len(there) < len(values):
         return f"not reached by {len(values) - len(there)} of {len(values)}"
-    error = f" ± {stdev(there) / math.sqrt(len(there)):.2f}" if len(there) > 1 and stdev(there) else ""
-    return f"{mean(there):.2f}{error}"
+    error = f" ± {stdev(there) / math.sqrt(len(there)):.{digits}f}" if len(there) > 1 and stdev(there) else ""
+    return f"{mean(there):.{digits}f}{error}"
 
 
 def main() -> None:
@@ -187,21 +171,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed of one task, 12 steps; nothing is kept")
     parser.add_argument("--seeds", type=int, default=5, help="from 1 to this one")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 4e-4])
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS, help="cells that are there are not run again")
     parser.add_argument("--update-docs", action="store_true", help="put the table into the documentation")
     args = parser.parse_args()
     of_all = [(task, rate, seed) for seed in range(1, args.seeds + 1) for task in TITLES for rate in args.rates]
-    asked = [("sums", 4e-4, 1)] if args.quick else of_all
-    more = {"steps": 12} if args.quick else {}
-    cells = [Cell(task=t, column=name, rate=rate, seed=seed, **more) for t, rate, seed in asked for name in COLUMNS]
+    asked, steps = ([("sums", 4e-4, 1)], 12) if args.quick else (of_all, STEPS)
+    cells = [Cell(task=t, column=c, rate=rate, seed=seed, steps=steps) for t, rate, seed in asked for c in COLUMNS]
     done = [] if args.quick else read(args.json)
     left = [cell for cell in cells if cell not in {one.cell for one in done}]
-    for one in outcomes(train, left, processes=args.processes, until=math.inf):
+    for one in outcomes(train, left, processes=1, until=math.inf):
         done.append(one)
-        if not args.quick:
-            content = {"machine": describe_machine(), "cells": [asdict(each) for each in done]}
-            args.json.write_text(json.dumps(content) + "\n")
+        write(None if args.quick else args.json, done)
         print(f"{one.cell}: {_last(one):.3f}, {one.seconds[-1]} s, {one.tokens[-1]:,} tokens", file=sys.stderr)
     seeds = len({one.cell.seed for one in done})
     shape = f"{done[0].cell.steps} steps of {PROMPTS} prompts, staleness {STALENESS}, seeds 1 to {seeds}"
