@@ -100,7 +100,7 @@ def train(cell: Cell) -> Outcome:
                 return True
 
             def point(self) -> None:
-                found.accuracies.append(round(self._measure(), 4))
+                found.accuracies.append(round(self.measure(), 4))
                 found.seconds.append(round(self.spent, 3))
                 found.tokens.append(self._trainer.tokens_computed)
                 self.began = time.process_time()
