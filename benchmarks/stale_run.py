@@ -42,7 +42,8 @@ class StaleRun(TrainingEvents):
 
     Args:
         config: what differs from the task's `GRPOConfig`.
-        measured_at: steps after which `accuracies` gets the held-out accuracy.
+        reuse: steps in a row that train on a group: a batch has a share of new ones, and those of the steps before.
+        measured_at: steps after which `accuracies` gets the held-out accuracy, and `generated` the groups until then.
         kept_metrics: metrics whose value after each step is added to `series`.
     """
 
@@ -56,6 +57,7 @@ class StaleRun(TrainingEvents):
         steps: int,
         output_dir: Path,
         config: Mapping[str, Any] | None = None,
+        reuse: int = 1,
         measured_at: Sequence[int] = (),
         kept_metrics: Sequence[str] = (),
     ) -> None:
@@ -64,6 +66,7 @@ class StaleRun(TrainingEvents):
         torch.manual_seed(seed)
         build, self._accuracy = TASKS[task]
         self.accuracies: dict[int, float] = {}
+        self.generated: dict[int, int] = {}
         self.series: dict[str, list[float]] = {name: [] for name in kept_metrics}
         self._measured_at = measured_at
         self._trainer = build(output_dir, seed, steps, **(config or {}))
@@ -74,6 +77,7 @@ class StaleRun(TrainingEvents):
         self._rows = prompt_rows(self._trainer)
         self._issued = 0
         self._versions: deque[tuple[int, Weights]] = deque(maxlen=staleness + 1)  # oldest first
+        self._used: deque[list[RolloutGroup]] = deque(maxlen=reuse - 1)  # that are used again; oldest first
         make_async(self._trainer, self, correction=correction)
 
     def train(self) -> float:
@@ -88,6 +92,7 @@ class StaleRun(TrainingEvents):
 
     def training_begins(self) -> None:
         self._keep_version(0)
+        self._measure_where_asked(0)
 
     def step_done(self) -> bool:
         step = self._trainer.state.global_step
@@ -95,16 +100,23 @@ class StaleRun(TrainingEvents):
         metrics = latest_metrics(self._trainer)
         for name, values in self.series.items():
             values.append(metrics[name])
-        if step in self._measured_at:
-            self.accuracies[step] = self.measure()
+        self._measure_where_asked(step)
         return True
+
+    def _measure_where_asked(self, step: int) -> None:
+        if step in self._measured_at:
+            self.accuracies[step], self.generated[step] = self.measure(), self._issued
 
     def _keep_version(self, version: int) -> None:
         weights = self._trainer.model.state_dict()
         self._versions.append((version, {name: tensor.clone() for name, tensor in weights.items()}))
 
     def take_groups(self, version: int) -> Sequence[RolloutGroup]:
-        return self._generate(version, groups_per_round(self._trainer))
+        size = groups_per_round(self._trainer)
+        used = [group for groups in self._used for group in groups]
+        new = self._generate(version, size - len(used))
+        self._used.append(new[-(size // (1 + (self._used.maxlen or 0))) :])
+        return used + new
 
     def _generate(self, version: int, groups: int) -> list[RolloutGroup]:
         generated_by, weights = self._versions[0]
