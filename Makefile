@@ -151,7 +151,7 @@ chaos-vllm: .venv-vllm/.installed
 	touch $@
 
 test-qlora: .venv-qlora/.installed
-	.venv-qlora/bin/python -m pytest -k "qlora or quantised or 8_bit" tests/integration/test_lora.py tests/unit/training/test_step_scaling.py
+	.venv-qlora/bin/python -m pytest -k "qlora or quantised" tests/integration/test_lora.py
 
 # A whole experiment, killed twice on the way. DEMO="--update-docs" puts its table and plot into the docs.
 DEMO ?=

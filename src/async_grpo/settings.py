@@ -70,8 +70,6 @@ GENERATORS = ("hf", "vllm", "vllm-server")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
 CPU = "cpu"  # as a device
 Way = Literal["auto", "ipc", "host"]  # of publishing weights
-OFF = "off"
-STEP_SCALINGS = (OFF, "ess", "ess-token")
 NO_PADDING, PADDING_OF_TRL = PADDINGS = ("none", "trl")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -251,9 +249,6 @@ class TrainingSettings:
         "largest weight: decoupled and icepop drop larger ones, tis lowers them (default: that of the correction)",
         type=not_negative_number,
         metavar="W",
-    )
-    step_scaling: str = setting(
-        OFF, "scale each step's rate by the root of its effective sample size (default: off)", choices=STEP_SCALINGS
     )
     padding: str = setting(
         NO_PADDING,

@@ -70,20 +70,6 @@ def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a
 
 
 @pytest.mark.slow
-def test_a_death_of_a_run_whose_steps_are_scaled(undisturbed: Path, tmp_path: Path) -> None:
-    """After a checkpoint between the optimizer steps of one generation batch; a resume and a replay go on scaling."""
-    env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
-    one, killed = tmp_path / "one", tmp_path / "killed"
-    one.mkdir()
-    train(one, "-n", "1", "--step-scaling", "ess", **env)
-    kill_the_server_at(9, killed, "--steps", str(STEPS), "-n", "3", "--step-scaling", "ess", **env)
-    assert (killed / "checkpoints/checkpoint-8/rollout_batch.safetensors").exists()
-    train(killed, "-n", "2", "--resume", **env)
-    assert weights_of(killed) == weights_of(one) == weights_of_a_replay(killed, **env)
-    assert weights_of(one, 8) != weights_of(undisturbed, 8), "the steps were scaled"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

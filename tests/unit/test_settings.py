@@ -71,7 +71,6 @@ OTHER_TRAINING = TrainingSettings(
     correction_level="sequence",
     correction_min=0.5,
     correction_max=3.0,
-    step_scaling="ess",
     padding="trl",
     accept_mismatch=True,
     choose_prompts=True,

@@ -50,7 +50,6 @@ class Options(TypedDict, total=False):
     correction_level: str | None
     correction_min: float | None
     correction_max: float | None
-    step_scaling: str
     padding: str
     accept_mismatch: bool
     choose_prompts: bool

@@ -10,7 +10,7 @@ from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import flag_name
 
-_OF_THE_LOSS = ("correction", "correction_level", "correction_min", "correction_max", "step_scaling")
+_OF_THE_LOSS = ("correction", "correction_level", "correction_min", "correction_max")
 FIXED = {
     "seed": "it decides the order of the prompts and what is sampled",
     "deterministic": "the run would not be the same bit for bit",

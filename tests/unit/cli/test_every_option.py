@@ -77,7 +77,6 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "correction_level": (["--correction-level", "token"], REFUSED, "plan.training.correction_level", "token"),
     "correction_min": (["--correction-min", "0.5"], REFUSED, "plan.training.correction_min", 0.5),
     "correction_max": (["--correction-max", "4"], REFUSED, "plan.training.correction_max", 4.0),
-    "step_scaling": (["--step-scaling", "ess"], REFUSED, "plan.training.step_scaling", "ess"),
     "padding": (["--padding", "trl"], REFUSED, "plan.training.padding", "trl"),
     "accept_mismatch": (["--accept-mismatch"], REFUSED, "plan.training.accept_mismatch", True),
     "choose_prompts": (["--choose-prompts"], REFUSED, "plan.training.choose_prompts", True),

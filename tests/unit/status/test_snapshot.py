@@ -235,11 +235,11 @@ def test_what_is_no_run_is_refused_with_a_sentence_and_exit_code_2(tmp_path: Pat
     assert "does not exist, so no run has begun there (yet)" in refusal(tmp_path / "nowhere")
     assert "is a file" in refusal(tmp_path / "file")
     assert "no run.json" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 3, "run_')
+    (tmp_path / "folder" / "run.json").write_text('{"format": 4, "run_')
     assert "is not valid JSON" in refusal(tmp_path / "folder")
     (tmp_path / "folder" / "run.json").write_text('{"format": 99}')
     assert "another version" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 3, "surprise": 2}')
+    (tmp_path / "folder" / "run.json").write_text('{"format": 4, "surprise": 2}')
     assert "not the record of a run" in refusal(tmp_path / "folder")
 
 

@@ -31,7 +31,7 @@ with Path("starts").open("a") as file:
 
 def state(text, step):
     new = run / "run.json.new"
-    known = {"run_id": "r" + seed, "plan": {"config": "c"}, "started": "s", "format": 3}
+    known = {"run_id": "r" + seed, "plan": {"config": "c"}, "started": "s", "format": 4}
     new.write_text(json.dumps({**known, "state": text, "step": step}))
     new.replace(run / "run.json")
 

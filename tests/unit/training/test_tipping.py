@@ -76,8 +76,8 @@ def test_a_loss_that_shows_no_log_probabilities_is_not_watched() -> None:
 
 
 def test_only_what_the_run_has_not_done_yet_is_advised() -> None:
-    assert what_helps(rule("bypass", step_scaling="ess"), 0, "sequence") == ["a smaller learning rate"]
-    correction, gspo, staleness, rate, scaling = what_helps(rule("tis"), 4, "token")
+    assert what_helps(rule("bypass"), 0, "sequence") == ["a smaller learning rate"]
+    correction, gspo, staleness, rate = what_helps(rule("tis"), 4, "token")
     assert correction.startswith("--correction bypass") and "importance_sampling_level" in gspo
     assert staleness == "a --max-staleness below 4"
-    assert (rate, scaling) == ("a smaller learning rate", "--step-scaling ess")
+    assert rate == "a smaller learning rate"

@@ -7,7 +7,7 @@ r = pi / pi_old, and w the ratio pi_old / mu of a token, a sequence or its mean 
     weights    the formulas over tensors
     corrected_batch  sets a correction on a generation batch, and on the inputs of the loss
     checks     what is refused for a trainer, and what its loss is, in words
-    step_scaling  the learning rate, scaled by the effective sample size of the step
+    effective_share  the effective sample size of the step's sequences
     tipping    one warning where the policy runs away from its rollouts
     kept_log_probs  log-probabilities over the tokens that truncated sampling kept
     metrics    of ratios, clipped and limited tokens, by length

@@ -8,7 +8,6 @@ from torch import nn
 
 from async_grpo.archive.history import Sampler
 from async_grpo.errors import UnsupportedError
-from async_grpo.settings import OFF
 from async_grpo.setup.generator_choice import ENGINES, VLLM, wants_vllm
 from async_grpo.setup.replaced import users_class
 from async_grpo.setup.sampling import WITHOUT_SAMPLER, effective_sampling
@@ -29,8 +28,6 @@ def check(rule: Rule, trainer: Any, *, own_loss: bool) -> None:
             f"--correction trl weighs the loss by TRL's own code, but {users_class(trainer)} has a loss of its own "
             "that does not call TRL's. Take another --correction: bypass changes only what the ratio is against."
         )
-    if rule.step_scaling != OFF:
-        _check_step_scaling(rule, trainer)
     if rule.weighs and not takes_weights(trainer):
         raise UnsupportedError(
             f"--correction {rule.name} multiplies the loss by weights, which the loss of {users_class(trainer)} does "
@@ -41,26 +38,6 @@ def check(rule: Rule, trainer: Any, *, own_loss: bool) -> None:
             f"off_policy_mask_threshold masks whole sequences, which --correction {rule.name} would make a decision "
             f"for each token, because {users_class(trainer)} has a loss of its own and gets the weights with its "
             "advantages. Remove off_policy_mask_threshold, or take --correction bypass."
-        )
-
-
-def _check_step_scaling(rule: Rule, trainer: Any) -> None:
-    flag = f"--step-scaling {rule.step_scaling}"
-    if trainer.is_deepspeed_enabled:
-        raise UnsupportedError(
-            f"{flag} changes the rate between the backward pass and the optimizer's step, and DeepSpeed takes the step "
-            "in its backward pass. Shard by FSDP2 instead, or leave --step-scaling out."
-        )
-    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if optimizer in ("lomo", "adalomo") or optimizer.endswith("layerwise"):
-        raise UnsupportedError(
-            f"{flag} changes the rate between the backward pass and the optimizer's step, and optim={optimizer!r} "
-            "takes the step in the backward pass. Take another optim, or leave --step-scaling out."
-        )
-    if trainer.args.use_liger_kernel:
-        raise UnsupportedError(
-            f"{flag} needs the log-probabilities of the loss, and Liger's loss keeps them to itself. Remove "
-            "use_liger_kernel from the GRPOConfig, or leave --step-scaling out."
         )
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.training.corrections.effective_share import EffectiveShare
 from async_grpo.training.corrections.fresh_batch import FreshBatch
 from async_grpo.training.corrections.metrics import Append, Clip, report_clipped, report_ratio, report_weights
 from async_grpo.training.corrections.rule import TOKEN, Rule
-from async_grpo.training.corrections.step_scaling import StepScaling
 from async_grpo.training.corrections.weights import limited, loss_mask, ratios
 
 LogProbs = Callable[[dict[str, Any]], Tensor]  # the loss's inputs -> log pi_old, [B, C]
@@ -48,7 +48,7 @@ class Correction:
     append: Append
     token_columns: tuple[str, ...] = ()
     keeps_old: bool = False
-    scaling: StepScaling | None = None
+    share: EffectiveShare | None = None
     fresh: FreshBatch | None = None
 
     def __call__(self, batch: dict[str, Any]) -> None:
@@ -74,8 +74,8 @@ class Correction:
         report_ratio(inputs, log_pi, version, self.append)
         if self.fresh is not None:
             self.fresh.saw(inputs, log_pi, version)
-        if self.scaling is not None:
-            self.scaling.saw(inputs, log_pi)
+        if self.share is not None:
+            self.share.saw(inputs, log_pi)
         if self.clip is not None:
             report_clipped(inputs, log_pi, self.clip, self.append)
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from math import inf
 
 from async_grpo.errors import UsageError
-from async_grpo.settings import OFF, TrainingSettings
+from async_grpo.settings import TrainingSettings
 
 TOKEN, SEQUENCE, GEOMETRIC = "token", "sequence", "geometric"
 
@@ -75,7 +75,6 @@ class Rule:
     least: float = 0.0  # bounds of the weight
     most: float = inf
     masks: bool = False  # a weight outside becomes 0; otherwise the nearest bound
-    step_scaling: str = OFF  # of the learning rate, with any correction: see `step_scaling`
 
     @property
     def weighs(self) -> bool:
@@ -83,21 +82,13 @@ class Rule:
         return (self.name, self.level) in _BOUNDS
 
     def __str__(self) -> str:
-        scaled = "" if self.step_scaling == OFF else f", steps scaled by {self.step_scaling}"
         if not self.weighs:
-            return f"{self.name}: {_UNWEIGHED[self.name]}{scaled}"
+            return f"{self.name}: {_UNWEIGHED[self.name]}"
         outside = "dropped" if self.masks else "limited"
-        return f"{self.name}, {self.level} weights {outside} outside {self.least:g} to {self.most:g}{scaled}"
+        return f"{self.name}, {self.level} weights {outside} outside {self.least:g} to {self.most:g}"
 
 
-def rule(
-    name: str,
-    level: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    *,
-    step_scaling: str = OFF,
-) -> Rule:
+def rule(name: str, level: str | None = None, least: float | None = None, most: float | None = None) -> Rule:
     """The correction `name` with these options, or its defaults where they are None.
 
     Raises:
@@ -108,7 +99,7 @@ def rule(
         for flag, value in given.items():
             if value is not None:
                 raise UsageError(f"{flag} does nothing with --correction {name}: {_NO_WEIGHT[name]}. Leave it out.")
-        return Rule(name=name, step_scaling=step_scaling)
+        return Rule(name=name)
     level = level or TOKEN
     if (name, level) not in _BOUNDS:
         raise UsageError(
@@ -123,7 +114,6 @@ def rule(
         least=default_least if least is None else least,
         most=default_most if most is None else most,
         masks=name in _MASKING,
-        step_scaling=step_scaling,
     )
     if not 0 <= chosen.least <= 1 <= chosen.most or chosen.least == chosen.most:
         raise UsageError(
@@ -135,10 +125,4 @@ def rule(
 
 def rule_of(settings: TrainingSettings) -> Rule:
     """The correction that the command line asks for. Raises `UsageError` as `rule` does."""
-    return rule(
-        settings.correction,
-        settings.correction_level,
-        settings.correction_min,
-        settings.correction_max,
-        step_scaling=settings.step_scaling,
-    )
+    return rule(settings.correction, settings.correction_level, settings.correction_min, settings.correction_max)

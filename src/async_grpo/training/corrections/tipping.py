@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 
 from async_grpo.errors import DiskFullError
 from async_grpo.log import logger
-from async_grpo.settings import OFF
 from async_grpo.training.corrections.rule import Rule
 
 STEPS = 10
@@ -76,7 +75,6 @@ def what_helps(rule: Rule, max_staleness: int, level: str) -> list[str]:
         *([GSPO] if level == "token" else []),
         *([f"a --max-staleness below {max_staleness}"] if max_staleness else []),
         "a smaller learning rate",
-        *(["--step-scaling ess"] if rule.step_scaling == OFF else []),
     ]
 
 

@@ -15,18 +15,17 @@ import torch
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
-from async_grpo.settings import OFF
 from async_grpo.setup.algorithm import Algorithm, declares
 from async_grpo.setup.overrides import overridden
 from async_grpo.setup.replaced import adapter, bare, classes_of_trl, patched_in, users_class
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.corrected_batch import Correction
+from async_grpo.training.corrections.effective_share import EffectiveShare
 from async_grpo.training.corrections.fresh_batch import Bound, Farthest, FreshBatch
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES, OverKeptTokens, Row, Sets, columns
 from async_grpo.training.corrections.metrics import CLIPPING_LOSSES, Append, Clip
 from async_grpo.training.corrections.rule import Rule
-from async_grpo.training.corrections.step_scaling import UNITS, StepScaling
 from async_grpo.training.padding import Unpadded
 
 if TYPE_CHECKING:
@@ -162,16 +161,15 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append, fresh: Bound
         append=append,
         token_columns=trainer.token_columns if isinstance(trainer, Algorithm) else (),
         keeps_old="_generate_and_score_completions" in overridden(trainer),
-        scaling=_scaling(trainer, rule, append),
+        share=_effective_share(trainer, append),
         fresh=None if fresh is None else _fresh_batch(trainer, fresh),
     )
 
 
-def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling:
-    scales = rule.step_scaling != OFF
-    scaling = StepScaling(UNITS[rule.step_scaling], trainer.accelerator.gather, append, scales=scales)
-    trainer.add_callback(scaling)
-    return scaling
+def _effective_share(trainer: Any, append: Append) -> EffectiveShare:
+    share = EffectiveShare(trainer.accelerator.gather, append)
+    trainer.add_callback(share)
+    return share
 
 
 def _fresh_batch(trainer: Any, bound: Bound) -> FreshBatch:
