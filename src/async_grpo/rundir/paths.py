@@ -73,6 +73,7 @@ class RunState:
     model: str = ""  # that is trained, and
     data: str = ""  # on what, as `setup.fingerprints` describes them
     tips: str = ""  # the warning that the policy runs away from its rollouts, if it was given
+    tipped_at: float = 0.0  # learning rate x (1 + max_staleness) when it was last given; 0: never
     undo: Accepted | None = None  # until a server accepts the resume
     format: int = FORMAT
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.archive.history import ConsumptionRecord, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.log import logger
 from async_grpo.queue import ServerQueue
 from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
@@ -26,7 +27,7 @@ from async_grpo.training.companions import Companions
 from async_grpo.training.corrections.checks import describe_noise, sampled_with
 from async_grpo.training.corrections.fresh_batch import bound_of
 from async_grpo.training.corrections.rule import rule_of
-from async_grpo.training.corrections.tipping import TippingCallback, what_helps
+from async_grpo.training.corrections.tipping import TippingCallback, load_of, tips_again, what_helps
 from async_grpo.training.distributed import Leader, Ranks
 from async_grpo.training.groups_for_trl import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
@@ -170,8 +171,11 @@ class Parts:
         trainer, run, settings = self.trainer, self.run, self.settings
         trainer.add_callback(StatesCallback(run.trainer_states))
         curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
-        helps = what_helps(rule_of(settings), settings.max_staleness, trainer.importance_sampling_level)
-        keep = partial(run.update_state, of=self.run_id)
+        rate, most = trainer.args.learning_rate, settings.max_staleness
+        helps = what_helps(rule_of(settings), most, trainer.importance_sampling_level, rate)
+        keep = partial(run.update_state, of=self.run_id, tipped_at=load_of(rate, most))
+        if said := tips_again(load_of(rate, most), run.state_of(self.run_id).tipped_at):
+            logger.warning("{}", said)
         trainer.add_callback(TippingCallback(partial(trl_trainer.latest_metrics, trainer), helps, keep))
         return curves
 

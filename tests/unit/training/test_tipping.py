@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from async_grpo.training.corrections.rule import rule
-from async_grpo.training.corrections.tipping import KL, SHARE, STEPS, Tipping, TippingCallback, what_helps
+from async_grpo.training.corrections.tipping import (
+    KL,
+    SHARE,
+    STEPS,
+    Tipping,
+    TippingCallback,
+    load_of,
+    tips_again,
+    what_helps,
+)
 
 Series = list[tuple[float, float]]  # the effective sample size, and the KL to the sampler
 
@@ -76,8 +85,20 @@ def test_a_loss_that_shows_no_log_probabilities_is_not_watched() -> None:
 
 
 def test_only_what_the_run_has_not_done_yet_is_advised() -> None:
-    assert what_helps(rule("bypass"), 0, "sequence") == ["a smaller learning rate"]
-    correction, gspo, staleness, rate = what_helps(rule("tis"), 4, "token")
+    assert what_helps(rule("bypass"), 0, "sequence", 4e-4) == ["half the learning rate, 0.0002"]
+    correction, rate, staleness, gspo = what_helps(rule("tis"), 4, "token", 1e-6)
     assert correction.startswith("--correction bypass") and "importance_sampling_level" in gspo
     assert staleness == "a --max-staleness below 4"
-    assert rate == "a smaller learning rate"
+    assert rate == "half the learning rate, 5e-07"
+
+
+@pytest.mark.parametrize(
+    ("rate", "max_staleness", "again"), [(4e-4, 2, True), (2e-4, 5, True), (4e-4, 1, False), (2e-4, 2, False)]
+)
+def test_a_resume_warns_where_rate_times_staleness_is_no_smaller_than_where_the_run_tipped(
+    rate: float, max_staleness: int, again: bool
+) -> None:
+    tipped_at = load_of(4e-4, 2)
+    said = tips_again(load_of(rate, max_staleness), tipped_at)
+    assert bool(said) is again and ("was 0.0012" in said) is again
+    assert tips_again(load_of(rate, max_staleness), 0.0) == "", "it never tipped"

@@ -64,18 +64,33 @@ class Tipping:
 GSPO = 'importance_sampling_level="sequence" with epsilon=3e-4 and epsilon_high=4e-4 in the GRPOConfig (GSPO)'
 
 
-def what_helps(rule: Rule, max_staleness: int, level: str) -> list[str]:
+def what_helps(rule: Rule, max_staleness: int, level: str, rate: float) -> list[str]:
     """What a run with these settings can change, in the order of what helped in `benchmarks/edge.py`.
 
     Args:
-        level: `importance_sampling_level` of the `GRPOConfig`.
+        level, rate: `importance_sampling_level` and `learning_rate` of the `GRPOConfig`.
     """
     return [
         *(["--correction bypass, which clips"] if rule.name != "bypass" else []),
-        *([GSPO] if level == "token" else []),
+        f"half the learning rate, {rate / 2:g}",
         *([f"a --max-staleness below {max_staleness}"] if max_staleness else []),
-        "a smaller learning rate",
+        *([GSPO] if level == "token" else []),
     ]
+
+
+def load_of(rate: float, max_staleness: int) -> float:
+    """Learning rate x (1 + K): the bias of a stale step grows with rate x K (arXiv 2607.01083)."""
+    return rate * (1 + max_staleness)
+
+
+def tips_again(load: float, tipped_at: float) -> str:
+    """A sentence where a run that tipped at the load `tipped_at` begins again at none that is smaller; else empty."""
+    if not tipped_at or load < tipped_at:
+        return ""
+    return (
+        f"This run tipped before, when its learning rate times (1 + --max-staleness) was {tipped_at:g}, and now it is "
+        f"{load:g}. Take a smaller rate (--set learning_rate=X) or a smaller --max-staleness."
+    )
 
 
 class TippingCallback(TrainerCallback):
