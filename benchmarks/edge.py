@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -40,20 +41,22 @@ MEASURED_AT = (40, 50, 60)
 RATES = (2e-4, 3e-4, 4e-4, 6e-4)
 RESULTS = Path(__file__).parent / "results" / "edge.json"
 KEPT = {"ess": "async/ess_sequences", "ess_token": "async/effective_sample_size", "kl": "async/kl_to_sampler"}
+UNCLIPPED = {"epsilon": 1.0, "epsilon_high": 1e9}
 CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A loss: one of our corrections, with what the `GRPOConfig` says beside it."""
+    """A loss: one of our corrections, with what the `GRPOConfig` says beside it, and a change of `edge_tries.TRIES`."""
 
     correction: str = "bypass"
     level: str | None = None
     most: float | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    tries: str | None = None
 
-    def rule(self, scaling: str) -> Rule:
-        return rule(self.correction, self.level, most=self.most, step_scaling=scaling)
+    def rule(self) -> Rule:
+        return rule(self.correction, self.level, most=self.most)
 
 
 COLUMNS = {
@@ -73,13 +76,19 @@ COLUMNS = {
     "sapo": Column(config={"loss_type": "sapo"}),
     "vespo": Column(config={"loss_type": "vespo"}),
     "off-policy mask": Column(config={"off_policy_mask_threshold": 0.1}),
+    "optimal baseline": Column(tries="optimal baseline"),
+    "unaligned": Column(tries="unaligned"),
+    "second-moment mask": Column(config=UNCLIPPED, tries="second-moment mask"),
+    "clip and second-moment mask": Column(tries="second-moment mask"),
+    "bypass, beta1 0.5": Column(config={"adam_beta1": 0.5}),
 }
 
 
 # --- One cell ---------------------------------------------------------------------------------------------
 
 
-def train(cell: Cell) -> Outcome:
+def train(cell: Cell, measured_at: Sequence[int] = MEASURED_AT) -> Outcome:
+    """Train a cell, and measure after these steps; 0: before the first."""
     started = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         import torch
@@ -88,7 +97,7 @@ def train(cell: Cell) -> Outcome:
 
         torch.set_num_threads(1)
         keep_freed_memory(os.environ)
-        accuracies, series = (_plain if cell.column == "plain" else _stale)(cell, Path(folder))
+        accuracies, series = (_plain if cell.column == "plain" else _stale)(cell, Path(folder), measured_at)
     return Outcome(
         cell=cell,
         accuracies=[round(accuracy, 4) for accuracy in accuracies],
@@ -97,26 +106,29 @@ def train(cell: Cell) -> Outcome:
     )
 
 
-def _stale(cell: Cell, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
+def _stale(cell: Cell, folder: Path, measured_at: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
+    from benchmarks.edge_tries import TRIES
     from benchmarks.stale_run import StaleRun
 
     column = COLUMNS[cell.column]
     run = StaleRun(
         task=cell.task,
         staleness=cell.staleness,
-        correction=column.rule(cell.scaling),
+        correction=column.rule(),
         seed=cell.seed,
         steps=STEPS,
         output_dir=folder,
         config={**CONSTANT, "learning_rate": cell.rate, **column.config},
-        measured_at=MEASURED_AT,
+        measured_at=measured_at,
         kept_metrics=list(KEPT.values()),
     )
+    if column.tries:
+        TRIES[column.tries](run.trainer)
     run.train()
     return list(run.accuracies.values()), {short: run.series[name] for short, name in KEPT.items()}
 
 
-def _plain(cell: Cell, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
+def _plain(cell: Cell, folder: Path, measured_at: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
     import torch
     from benchmarks.stale_run import TASKS
     from transformers import TrainerCallback
@@ -130,9 +142,11 @@ def _plain(cell: Cell, folder: Path) -> tuple[list[float], dict[str, list[float]
     accuracies = []
 
     class Measure(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step in MEASURED_AT:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in measured_at:
                 accuracies.append(accuracy(trainer.model, trainer.processing_class))
+
+        on_step_end = on_train_begin
 
     trainer.add_callback(Measure())
     trainer.train()
@@ -145,20 +159,19 @@ def _plain(cell: Cell, folder: Path) -> tuple[list[float], dict[str, list[float]
 def asked_for(args: Any) -> list[Cell]:
     """Seed by seed, so that an unfinished table has every combination."""
     return [
-        Cell(task=task, column=column, staleness=staleness, scaling=scaling, rate=rate, seed=seed)
-        for seed in range(1, args.seeds + 1)
+        Cell(task=task, column=column, staleness=staleness, rate=rate, seed=seed)
+        for seed in args.seeds
         for task in args.tasks
         for rate in args.rates
         for column in args.columns
         for staleness in (args.staleness if column != "plain" else [0])
-        for scaling in (args.scaling if column != "plain" else ["off"])
     ]
 
 
 QUICK = [
-    Cell(task="reverse", column=column, staleness=staleness, scaling=scaling, rate=4e-4, seed=seed)
+    Cell(task="reverse", column=column, staleness=staleness, rate=4e-4, seed=seed)
     for seed in (1, 2, 3)
-    for column, staleness, scaling in (("plain", 0, "off"), ("bypass", 2, "off"), ("bypass", 2, "ess"))
+    for column, staleness in (("plain", 0), ("bypass", 1), ("bypass", 2))
 ]
 
 
@@ -169,9 +182,8 @@ def main() -> None:
     parser.add_argument("--tasks", type=_texts, default=["reverse"], help="reverse, sums")
     parser.add_argument("--columns", type=_texts, default=["plain", "bypass"], help=f"of {'/'.join(COLUMNS)}")
     parser.add_argument("--staleness", type=_numbers, default=[2])
-    parser.add_argument("--scaling", type=_texts, default=["off"], help="off, ess, ess-token")
     parser.add_argument("--rates", type=_numbers, default=list(RATES))
-    parser.add_argument("--seeds", type=int, default=3, help="from 1 to this one")
+    parser.add_argument("--seeds", type=_seeds, default=_seeds("3"), help="8: from 1 to 8; 9-16: from 9 to 16")
     parser.add_argument("--json", type=Path, default=RESULTS, help="cells that are there are not run again")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many minutes")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
@@ -204,6 +216,11 @@ def run(args: Any) -> list[Outcome]:
 
 def _texts(argument: str) -> list[str]:
     return argument.split("/")
+
+
+def _seeds(argument: str) -> range:
+    first, _, last = argument.rpartition("-")
+    return range(int(first or 1), int(last) + 1)
 
 
 def _numbers(argument: str) -> list[Any]:

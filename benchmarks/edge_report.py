@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import inf, sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,6 +17,7 @@ from async_grpo.formatting import counted
 from async_grpo.training.corrections.tipping import Tipping
 
 PLAIN = "plain"
+TOLERANCE = 0.05  # below the best of plain TRL: what a rate that is borne may cost
 TITLES = {"reverse": "12 letters, written backwards", "sums": "the demo's sums"}
 
 
@@ -26,7 +28,6 @@ class Cell:
     task: str
     column: str
     staleness: int
-    scaling: str
     rate: float
     seed: int
 
@@ -35,7 +36,7 @@ class Cell:
 
     @property
     def row(self) -> Row:
-        return Row(column=self.column, staleness=self.staleness, scaling=self.scaling)
+        return Row(column=self.column, staleness=self.staleness)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,13 +45,11 @@ class Row:
 
     staleness: int
     column: str
-    scaling: str
 
     def __str__(self) -> str:
         if self.column == PLAIN:
             return "plain TRL"
-        scaled = "" if self.scaling == "off" else f", `--step-scaling {self.scaling}`"
-        return f"K = {self.staleness}, `{self.column}`{scaled}"
+        return f"K = {self.staleness}, `{self.column}`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +132,7 @@ def tables(done: Sequence[Outcome]) -> str:
     parts = [f"{machine_line(describe_machine())}; {counted(len(done), 'run')}; mean ± standard error (seeds)."]
     for task, title in TITLES.items():
         if found := table_of(done, task):
-            parts += [f"**{title.capitalize()}**", markdown(found), "\n".join(findings(found))]
+            parts += [f"**{title.capitalize()}**", markdown(found), "\n".join([*findings(found), *edges(found)])]
     return "\n\n".join([*parts, warnings(done)])
 
 
@@ -156,7 +155,7 @@ def short(rate: float) -> str:
 
 def findings(table: Table) -> Iterator[str]:
     """For each rate: the rows that are two standard errors below plain TRL."""
-    for rate, plain in sorted(table.get(Row(0, PLAIN, "off"), {}).items()):
+    for rate, plain in sorted(table.get(Row(0, PLAIN), {}).items()):
         there = {row: figures[rate] for row, figures in table.items() if row.column != PLAIN and rate in figures}
         several = {row: figure for row, figure in there.items() if figure.error < inf}
         below = [str(row) for row, figure in several.items() if figure.is_below(plain)]
@@ -166,12 +165,32 @@ def findings(table: Table) -> Iterator[str]:
             yield f"- {short(rate)}, of {counted(len(several), 'row')} with several seeds: {told}."
 
 
+def edges(table: Table) -> Iterator[str]:
+    """Up to which rate plain TRL holds, and `bypass` at each staleness."""
+    plain = table.get(Row(0, PLAIN), {})
+    if len(plain) > 1:
+        level = max(figure.mean for figure in plain.values()) - TOLERANCE
+        rows = {row: figures for row, figures in table.items() if row.column in (PLAIN, "bypass")}
+        told = "; ".join(f"{row} {up_to(figures, level)}" for row, figures in rows.items())
+        yield f"- Up to this rate the accuracy is at most {TOLERANCE:g} below the best of plain TRL: {told}."
+
+
+def up_to(figures: dict[float, Figure], level: float) -> str:
+    """The rate at which the mean falls below `level`; between two rates a straight line over the rate's logarithm."""
+    rates = sorted(figures)
+    for low, high in pairwise(rates):
+        above, below = figures[low].mean, figures[high].mean
+        if above >= level > below:
+            return f"{low * (high / low) ** ((above - level) / (above - below)):.1e}".replace("e-0", "e-")
+    return f"at least {short(rates[-1])}" if figures[rates[-1]].mean >= level else f"below {short(rates[0])}"
+
+
 def warnings(done: Sequence[Outcome]) -> str:
     """How many runs were warned of, of those that ended near plain TRL (two deviations of a run), and of the others."""
     counts = {True: [0, 0], False: [0, 0]}
     for outcome in done:
         cell = outcome.cell
-        plain = table_of(done, cell.task).get(Row(0, PLAIN, "off"), {}).get(cell.rate)
+        plain = table_of(done, cell.task).get(Row(0, PLAIN), {}).get(cell.rate)
         if cell.column == PLAIN or plain is None or plain.error == inf:
             continue
         deviation = stdev(plain.values)  # of one run
@@ -191,7 +210,7 @@ COLOURS = {0: "#666666", 1: "#56B4E9", 2: "#0072B2", 4: "#E69F00", 8: "#D55E00"}
 
 
 def draw(done: Sequence[Outcome], path: Path) -> None:
-    """Accuracy over the learning rate, a curve for each staleness: `bypass` with scaled steps and without, and GSPO."""
+    """Accuracy over the learning rate, a curve for each staleness: `bypass`, and GSPO."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,9 +240,9 @@ def _curve(axes: Any, row: Row, figures: dict[float, Figure]) -> None:
         rates,
         [figures[rate].mean for rate in rates],
         yerr=[figures[rate].error if figures[rate].error < inf else 0 for rate in rates],
-        label=str(row).replace("`", "").replace(", bypass", "").replace("--step-scaling ", "scaled by "),
+        label=str(row).replace("`", "").replace(", bypass", ""),
         color="#000000" if row.column == PLAIN else COLOURS[row.staleness],
-        linestyle=":" if row.column == PLAIN else "-" if row.scaling == "off" else "--",
+        linestyle=":" if row.column == PLAIN else "-",
         markerfacecolor="white" if row.column == "GSPO" else None,
         marker="o",
         markersize=4,

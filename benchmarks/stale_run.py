@@ -43,7 +43,8 @@ class StaleRun(TrainingEvents):
     Args:
         config: what differs from the task's `GRPOConfig`.
         reuse: steps in a row that train on a group: a batch has a share of new ones, and those of the steps before.
-        measured_at: steps after which `accuracies` gets the held-out accuracy, and `generated` the groups until then.
+        measured_at: steps after which `accuracies` gets the held-out accuracy, and `generated` the groups until then; 0:
+            before the first.
         kept_metrics: metrics whose value after each step is added to `series`.
     """
 
@@ -69,25 +70,25 @@ class StaleRun(TrainingEvents):
         self.generated: dict[int, int] = {}
         self.series: dict[str, list[float]] = {name: [] for name in kept_metrics}
         self._measured_at = measured_at
-        self._trainer = build(output_dir, seed, steps, **(config or {}))
+        self.trainer = build(output_dir, seed, steps, **(config or {}))
         self._worker: Any = build(output_dir, seed, steps, **(config or {}))
         self._trl = RolloutTrainer(self._worker)
         self._engine = transformers_engine(self._trl)
         self._seed = seed
-        self._rows = prompt_rows(self._trainer)
+        self._rows = prompt_rows(self.trainer)
         self._issued = 0
         self._versions: deque[tuple[int, Weights]] = deque(maxlen=staleness + 1)  # oldest first
         self._used: deque[list[RolloutGroup]] = deque(maxlen=reuse - 1)  # that are used again; oldest first
-        make_async(self._trainer, self, correction=correction)
+        make_async(self.trainer, self, correction=correction)
 
     def train(self) -> float:
         """Returns the held-out accuracy after the last step."""
-        fit(self._trainer, resume_from=None)
+        fit(self.trainer, resume_from=None)
         return self.measure()
 
     def measure(self) -> float:
         """The held-out accuracy of the weights as they are now."""
-        accuracy: float = self._accuracy(self._trainer.model, self._trainer.processing_class)
+        accuracy: float = self._accuracy(self.trainer.model, self.trainer.processing_class)
         return accuracy
 
     def training_begins(self) -> None:
@@ -95,9 +96,9 @@ class StaleRun(TrainingEvents):
         self._measure_where_asked(0)
 
     def step_done(self) -> bool:
-        step = self._trainer.state.global_step
+        step = self.trainer.state.global_step
         self._keep_version(step)
-        metrics = latest_metrics(self._trainer)
+        metrics = latest_metrics(self.trainer)
         for name, values in self.series.items():
             values.append(metrics[name])
         self._measure_where_asked(step)
@@ -108,11 +109,11 @@ class StaleRun(TrainingEvents):
             self.accuracies[step], self.generated[step] = self.measure(), self._issued
 
     def _keep_version(self, version: int) -> None:
-        weights = self._trainer.model.state_dict()
+        weights = self.trainer.model.state_dict()
         self._versions.append((version, {name: tensor.clone() for name, tensor in weights.items()}))
 
     def take_groups(self, version: int) -> Sequence[RolloutGroup]:
-        size = groups_per_round(self._trainer)
+        size = groups_per_round(self.trainer)
         used = [group for groups in self._used for group in groups]
         new = self._generate(version, size - len(used))
         self._used.append(new[-(size // (1 + (self._used.maxlen or 0))) :])
@@ -141,7 +142,7 @@ class StaleRun(TrainingEvents):
             run_id="stale",
             seq=seq,
             row=next(self._rows),
-            num_generations=self._trainer.num_generations,
+            num_generations=self.trainer.num_generations,
             seed=sampling_seed(self._seed, seq),
             born_version=version,
             min_version=0,

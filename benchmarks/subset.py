@@ -102,7 +102,7 @@ def train(cell: Cell) -> Outcome:
             def point(self) -> None:
                 found.accuracies.append(round(self.measure(), 4))
                 found.seconds.append(round(self.spent, 3))
-                found.tokens.append(self._trainer.tokens_computed)
+                found.tokens.append(self.trainer.tokens_computed)
                 self.began = time.process_time()
 
         config = {"num_generations": generated, "per_device_train_batch_size": PROMPTS * generated}

@@ -198,3 +198,16 @@ def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started(table: An
     child = int(process.stdout.readline())
     one_gpu.end(process)
     until(lambda: is_gone(child), "the end of what it started")
+
+
+def test_steps_behind_are_between_the_first_steps_at_a_share_of_the_gain() -> None:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.steps_behind import LAST, MEASURED_AT, first_step, steps_behind
+
+    sys.path.remove(str(ROOT))
+    plain = [0.1 + 0.8 * min(1.0, step / 20) for step in MEASURED_AT]
+    stale = [0.1 + 0.8 * min(1.0, max(0, step - 3) / 20) for step in MEASURED_AT]
+    assert MEASURED_AT[-LAST] >= 20, "plain TRL has reached what it reaches"
+    assert first_step(plain, 0.1) == 0 and first_step(plain, 0.5) == pytest.approx(10.0)
+    assert steps_behind(stale, plain, 0.5) == pytest.approx(3.0)
+    assert steps_behind([0.1] * len(MEASURED_AT), plain, 0.5) == float("inf")
