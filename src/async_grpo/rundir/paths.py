@@ -41,9 +41,8 @@ KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the ru
 ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
     *("consumed.jsonl", "chosen.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
-    *("hyperparameters.json", "last_weights", "last_weights.part", "trainer_states.jsonl"),
-    *("nodes.json", "run.json", SERVER_LOCK, "generator.lock", "refused.json"),
-    *("ps_ipc_handle.json", "ps_ipc_handle_version.json"),
+    *("hyperparameters.json", "last_weights", "last_weights.part", "trainer_states.jsonl", "nodes.json", "run.json"),
+    *(SERVER_LOCK, "generator.lock", "refused.json", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
 
