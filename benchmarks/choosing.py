@@ -96,9 +96,9 @@ def train(cell: Cell) -> Outcome:
         def __init__(self, folder: Path, **more: Any) -> None:
             super().__init__(output_dir=folder, **more)
             self._generated, self._useful = 0, list[RolloutGroup]()
-            self._chooser = PromptChooser(self._trainer, folder / "chosen.jsonl")
+            self._chooser = PromptChooser(self.trainer, folder / "chosen.jsonl")
             if cell.way == "chosen":
-                self._rows = rows_at(self._trainer, self._chooser.rows())
+                self._rows = rows_at(self.trainer, self._chooser.rows())
 
         def take_groups(self, version: int) -> Sequence[RolloutGroup]:
             while len(self._useful) < PROMPTS:

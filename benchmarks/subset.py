@@ -109,13 +109,13 @@ def train(cell: Cell) -> Outcome:
         run = Timed(
             task=cell.task,
             staleness=STALENESS,
-            correction=rule("bypass", None, most=None, step_scaling="off"),
+            correction=rule("bypass", None, most=None),
             seed=cell.seed,
             steps=cell.steps,
             output_dir=Path(folder),
             config={**config, "learning_rate": cell.rate, "lr_scheduler_type": "constant", "warmup_steps": 0},
         )
-        run._trainer.train_of_group = trained
+        run.trainer.train_of_group = trained
         run.train()
     return found
 
