@@ -43,8 +43,8 @@ class StaleRun(TrainingEvents):
     Args:
         config: what differs from the task's `GRPOConfig`.
         reuse: steps in a row that train on a group: a batch has a share of new ones, and those of the steps before.
-        measured_at: steps after which `accuracies` gets the held-out accuracy (0: before the first), and `generated` the
-            groups until then.
+        measured_at: steps after which `accuracies` gets the held-out accuracy, and `generated` the groups until then.
+            0: before the first.
         kept_metrics: metrics whose value after each step is added to `series`.
     """
 
