@@ -85,7 +85,7 @@ def train(cell: Cell) -> Outcome:
     from async_grpo.records import RolloutGroup
     from async_grpo.training.choosing import PromptChooser
     from async_grpo.training.corrections.rule import rule
-    from async_grpo.training.prompts import rows_at
+    from async_grpo.training.prompts import prompt_rows
 
     torch.set_num_threads(1)
     generated, accuracies = list[int](), list[float]()
@@ -98,7 +98,7 @@ def train(cell: Cell) -> Outcome:
             self._generated, self._useful = 0, list[RolloutGroup]()
             self._chooser = PromptChooser(self.trainer, folder / "chosen.jsonl")
             if cell.way == "chosen":
-                self._rows = rows_at(self.trainer, self._chooser.rows())
+                self._rows = prompt_rows(self.trainer, chosen=self._chooser.rows())
 
         def take_groups(self, version: int) -> Sequence[RolloutGroup]:
             while len(self._useful) < PROMPTS:

@@ -32,7 +32,7 @@ from async_grpo.training.distributed import Leader, Ranks
 from async_grpo.training.groups_for_trl import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, plain_fields
-from async_grpo.training.prompts import prompt_rows, rows_at
+from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.reporting import StatesCallback, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
@@ -120,7 +120,7 @@ class Parts:
         start = used.consumed_below if used else 0
         issuer = JobIssuer(
             self.queue,
-            rows_at(trainer, self.chooser.rows(start)) if self.chooser else prompt_rows(trainer, start),
+            prompt_rows(trainer, start, chosen=self.chooser.rows(start) if self.chooser else None),
             run_id=state.run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,

@@ -22,24 +22,21 @@ if TYPE_CHECKING:
 MOST_PROBLEMS = 100_000  # of one evaluation dataset: a stream may have no end
 
 
-def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]]:
+def prompt_rows(
+    trainer: GRPOTrainer, start: int = 0, *, chosen: Iterator[int] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield one dataset row per prompt group from position `start` on, epoch after epoch, without end.
 
     The order is that of the trainer's own sampler (its shuffling, its seed), whose repetitions for the G completions
-    of a group and for several iterations are taken out.
+    of a group and for several iterations are taken out; or `chosen` has the place of each row in the dataset.
     """
     if own_dataloader(trainer):
         yield from map(encoded, islice(_loaded_rows(trainer), start, None))
     dataset = trl_trainer.training_columns(trainer)
     if not hasattr(dataset, "__len__"):
         yield from map(encoded, islice(_streamed_rows(trainer, dataset), start, None))
-    yield from rows_at(trainer, islice(row_indices(trainer), start, None))
-
-
-def rows_at(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Yield the rows at these places of the training data."""
-    dataset, as_files = images_as_files(trl_trainer.training_columns(trainer))
-    for index in indices:
+    dataset, as_files = images_as_files(dataset)
+    for index in chosen or islice(row_indices(trainer), start, None):
         yield as_files(dataset[index])
 
 
