@@ -102,6 +102,12 @@ def test_a_run_gives_the_advantages_of_plain_trl(tmp_path: Path) -> None:
     assert [str(row[1:]) for row in group.rewards_of_turns()[1:]] == ["[nan]"] * 3
 
 
+def test_the_reward_of_turns_is_the_sum_over_all_of_them(tmp_path: Path) -> None:
+    trainer = turn_trainer(tmp_path, credit="cae")()
+    [of_two] = trainer._completions(torch.tensor([[1.0, 0.5, 0.1]]), [[0.2, 0.4]], [[1, 0, 1]])
+    assert (of_two.outcome, of_two.total) == pytest.approx((1.0, 0.6))
+
+
 def test_no_turn_reward_measures_and_does_not_train(tmp_path: Path) -> None:
     measured = served(turn_trainer(tmp_path, no_turn_reward=True))
     outcome = served(turn_trainer(tmp_path, credit="outcome"))

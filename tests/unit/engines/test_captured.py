@@ -115,9 +115,7 @@ def test_what_a_run_may_ask_for_is_as_in_shapes_that_grow(case: str) -> None:
     assert steps._rows < len(GROUPS), "rows have left"
     assert_same(ours, wanted)
     assert ours.lengths_B.tolist() == wanted.lengths_B.tolist()
-    assert len({*ours.lengths_B.tolist()}) > 1
     if case == "guidance":
-        assert ours.divergences_BC is not None and wanted.divergences_BC is not None
         torch.testing.assert_close(ours.divergences_BC, wanted.divergences_BC, atol=1e-4, rtol=0)
         assert ours.divergences_BC.max() > 0.1
 
@@ -196,10 +194,7 @@ def test_no_key_is_copied_for_the_query_heads_that_share_it() -> None:
 
 def test_a_token_is_a_fraction_of_the_launches_and_its_draw_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QWEN3_SHAPE", "tiny")
-    with_targets = {row.name: row for row in counted("tiny", rows=64) if row.target}
-    assert len(with_targets) == 2
-    for row in with_targets.values():
-        assert row.ok, row
+    assert [row.ok for row in counted("tiny", rows=64) if row.target] == [True, True]
 
 
 # --- Graphs -----------------------------------------------------------------------------------------------
