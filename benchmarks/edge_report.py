@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf, sqrt
 from pathlib import Path
@@ -132,7 +132,8 @@ def tables(done: Sequence[Outcome]) -> str:
     parts = [f"{machine_line(describe_machine())}; {counted(len(done), 'run')}; mean ± standard error (seeds)."]
     for task, title in TITLES.items():
         if found := table_of(done, task):
-            parts += [f"**{title.capitalize()}**", markdown(found), "\n".join([*findings(found), *edges(found)])]
+            said = [*findings(found), *edges(found), *differences(done, task)]
+            parts += [f"**{title.capitalize()}**", markdown(found), "\n".join(said)]
     return "\n\n".join([*parts, warnings(done)])
 
 
@@ -173,6 +174,24 @@ def edges(table: Table) -> Iterator[str]:
         rows = {row: figures for row, figures in table.items() if row.column in (PLAIN, "bypass")}
         told = "; ".join(f"{row} {up_to(figures, level)}" for row, figures in rows.items())
         yield f"- Up to this rate the accuracy is at most {TOLERANCE:g} below the best of plain TRL: {told}."
+
+
+def differences(done: Sequence[Outcome], task: str) -> Iterator[str]:
+    """For each rate: what the other rows have more than `bypass` at the same staleness, seed by seed."""
+    accuracies = {outcome.cell: mean(outcome.accuracies) for outcome in done if outcome.cell.task == task}
+    found: dict[float, dict[Row, list[float]]] = {}
+    for cell, accuracy in sorted(accuracies.items(), key=lambda one: one[0].row):
+        bypass = replace(cell, column="bypass")
+        if cell.column not in (PLAIN, "bypass") and bypass in accuracies:
+            found.setdefault(cell.rate, {}).setdefault(cell.row, []).append(accuracy - accuracies[bypass])
+    for rate, rows in sorted(found.items()):
+        told = [f"{row} {_signed(Figure(tuple(values)))}" for row, values in rows.items() if len(values) > 1]
+        if told:
+            yield f"- {short(rate)}, less `bypass` at the same K, paired by seed: {'; '.join(told)}."
+
+
+def _signed(figure: Figure) -> str:
+    return str(figure) if figure.mean < 0 else f"+{figure}"
 
 
 def up_to(figures: dict[float, Figure], level: float) -> str:

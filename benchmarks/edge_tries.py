@@ -54,9 +54,9 @@ def _squared_gradients(trainer: Any, batch: dict[str, Any]) -> tuple[Tensor, Ten
     squares = torch.zeros(len(batch["completion_ids"]))
     inputs: dict[Any, Tensor] = {}
 
-    def forward(module: Any, args: tuple[Tensor], output: Tensor) -> None:
+    def forward(module: Any, args: tuple[Tensor], output: Any) -> None:
         inputs[module] = args[0].detach()
-        output.register_hook(lambda gradient: add(module, gradient))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda gradient: add(module, gradient))
 
     def add(module: Any, gradient: Tensor) -> None:
         of_each = torch.einsum("bto,bti->boi", gradient, inputs.pop(module)[:, -gradient.shape[1] :])

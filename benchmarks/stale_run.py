@@ -18,6 +18,7 @@ from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engine_choice import transformers_engine
 from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.job_issuer import sampling_seed
@@ -79,7 +80,7 @@ class StaleRun(TrainingEvents):
         self._issued = 0
         self._versions: deque[tuple[int, Weights]] = deque(maxlen=staleness + 1)  # oldest first
         self._used: deque[list[RolloutGroup]] = deque(maxlen=reuse - 1)  # that are used again; oldest first
-        make_async(self.trainer, self, correction=correction)
+        make_async(self.trainer, self, correction=correction, settings=TrainingSettings())
 
     def train(self) -> float:
         """Returns the held-out accuracy after the last step."""

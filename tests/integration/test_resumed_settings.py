@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig
 from async_grpo.errors import RunDirError
+from async_grpo.settings import TrainingSettings
 from async_grpo.training import resumed_settings
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.hyperparameters import configuration
@@ -83,7 +84,7 @@ def with_optimizer(folder: Path, **settings: Any) -> GRPOTrainer:
     if "num_train_epochs" in settings:  # it decides where max_steps does not
         settings["max_steps"] = int(settings["num_train_epochs"] * 5)
     trainer = build_trainer(folder, **{**BEGUN, **settings})
-    make_async(trainer, TrainingEvents(), correction=rule("none"))
+    make_async(trainer, TrainingEvents(), correction=rule("none"), settings=TrainingSettings())
     trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
     return trainer
 

@@ -103,8 +103,8 @@ def test_a_run_gives_the_advantages_of_plain_trl(tmp_path: Path) -> None:
 
 
 def test_the_reward_of_turns_is_the_sum_over_all_of_them(tmp_path: Path) -> None:
-    trainer = turn_trainer(tmp_path, credit="cae")()
-    [of_two] = trainer._completions(torch.tensor([[1.0, 0.5, 0.1]]), [[0.2, 0.4]], [[1, 0, 1]])
+    rewards, turns = torch.tensor([[1.0, 0.5, 0.1]]), [[0.2, 0.4]]
+    [of_two] = turn_trainer(tmp_path, credit="cae")()._completions(rewards, turns, masks=[[1, 0, 1]])
     assert (of_two.outcome, of_two.total) == pytest.approx((1.0, 0.6))
 
 

@@ -22,7 +22,7 @@ from async_grpo.rollout.engine_choice import transformers_engine
 from async_grpo.rollout.generation import Generation, generation
 from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.settings import NO_PADDING
+from async_grpo.settings import NO_PADDING, TrainingSettings
 from async_grpo.setup.generator_choice import HF
 from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.telemetry.trainer_states import StateReader
@@ -127,7 +127,7 @@ class InProcessRun(TrainingEvents):
         self.versions: list[int] = []  # the trainer's, when it took the batch
         self.checkpoints: list[str] = []
         correction = correction if isinstance(correction, Rule) else rule(correction)
-        make_async(self.trainer, self, correction=correction, fresh=fresh, padding=padding)
+        make_async(self.trainer, self, correction=correction, fresh=fresh, settings=TrainingSettings(padding=padding))
         self.trainer.correct = Recorded(self.trainer.correct, self._corrected)
 
     def train(self) -> InProcessRun:

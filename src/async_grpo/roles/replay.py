@@ -243,8 +243,7 @@ def _train(
             return next(batches)
 
     check(correction, trainer, own_loss=has_own_loss(trainer))
-    own: dict[str, Any] = {"padding": run.padding, "train_of_group": run.train_of_group}
-    trl_trainer.make_async(trainer, Replay(), correction=correction, **own)
+    trl_trainer.make_async(trainer, Replay(), correction=correction, settings=run)
     try:
         with closing(RunLog(output_dir / "metrics.jsonl", REPLAY_LINE)) as log:
             report(trainer, log, output_dir / "tensorboard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.archive.history import ConsumptionRecord, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
@@ -160,8 +160,7 @@ class Parts:
         judged = self.resumed and "undecided_tokens" not in summary.read(self.run.summary)
         stops = not (settings.accept_mismatch or judged or noisy)
         bound = bound_of(trainer, self._sampled, settings.publish_dtype, stops=stops)
-        own: dict[str, Any] = {"padding": settings.padding, "train_of_group": settings.train_of_group}
-        trl_trainer.make_async(trainer, events, correction=rule, fresh=bound, **own)
+        trl_trainer.make_async(trainer, events, correction=rule, fresh=bound, settings=settings)
         curves = self._report()
         write_json(self.run.hyperparameters, hyperparameters(trainer, settings))
         return curves

@@ -41,8 +41,8 @@ FLOOR = 0.05  # the least chance with which a row is taken
 def counted_in(counts: RowCounts, group: RolloutGroup, *, varied: bool) -> RowCounts:
     """Return the decayed counts of a row after one more group, whose rewards `varied` or not.
 
-    Completions are counted as long as rewards are 0 or 1. From the first other reward on groups are, anew: one whose
-    rewards differ is a success.
+    Completions are counted as long as rewards are 0 or 1. The first other reward clears the counts, and from then on
+    groups are counted: one whose rewards differ is a success.
     """
     rewards_G = group.rewards.sum(axis=1)
     won, of = float(rewards_G.sum()), float(len(rewards_G))

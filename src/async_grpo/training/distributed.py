@@ -24,7 +24,7 @@ from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -215,8 +215,7 @@ class Follower(TrainingEvents):
         self._ranks = ranks
         self._staging: Path | None = None  # where checkpoints are written
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
-        own: dict[str, Any] = {"padding": settings.padding, "train_of_group": settings.train_of_group}
-        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound(), **own)
+        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound(), settings=settings)
 
     def train(self) -> None:
         """Train as long as rank 0 does."""

@@ -21,7 +21,7 @@ from async_grpo.archive.disk_space import said_if_full
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.log import logger
-from async_grpo.settings import NO_PADDING
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
@@ -261,8 +261,7 @@ def make_async(
     *,
     correction: Rule,
     fresh: Bound | None = None,
-    padding: str = NO_PADDING,
-    train_of_group: int | None = None,
+    settings: TrainingSettings,
 ) -> None:
     """Give this very trainer object a class that takes its rollouts from `events`.
 
@@ -273,7 +272,7 @@ def make_async(
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
     _take_methods_off(trainer, {name for base in bases for cls in base.__mro__[:-1] for name in vars(cls)})
     trainer.__class__ = adapter(type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {}))
-    trainer.events, trainer.padding, trainer.train_of_group = events, padding, train_of_group
+    trainer.events, trainer.padding, trainer.train_of_group = events, settings.padding, settings.train_of_group
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [it for it in callbacks if type(it) not in (ProgressCallback, PrinterCallback)]
     callbacks.insert(0, _EventsCallback(trainer))

@@ -24,11 +24,8 @@ def draw(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tens
     ("kernel", "reason"),
     [
         (draw, None),
-        (
-            lambda logits_bV, scores_bV, temperature: draw(logits_bV, logits_bV, temperature),
-            "samples what is ruled out",
-        ),
-        (lambda logits_bV, scores_bV, temperature: draw(logits_bV, scores_bV, 1.0), "log-probabilities that are"),
+        (lambda logits, scores, temperature: draw(logits, logits, temperature), "samples what is ruled out"),
+        (lambda logits, scores, temperature: draw(logits, scores, 1.0), "log-probabilities that are"),
     ],
 )
 def test_a_kernel_is_tried_before_it_is_taken(kernel: Any, reason: str | None) -> None:

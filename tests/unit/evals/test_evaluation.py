@@ -284,7 +284,7 @@ def test_answers_that_were_sampled_otherwise_are_not_used_again(server: ServerQu
     assert begin(server, sampling={**GREEDY, "eta": "off"}, finished=finished).done == 0
 
 
-def test_a_server_that_is_killed_begins_its_evaluation_anew(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_begins_its_evaluation_again(tmp_path: Path) -> None:
     root = tmp_path / "q"
     first = ServerQueue.open(root, RUN, watch_workers=False)
     worker = WorkerQueue.open(root, 1, "cpu")

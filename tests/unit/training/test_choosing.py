@@ -55,8 +55,8 @@ def test_the_chance_that_rewards_differ(p: float, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choosing, "PRIOR", 1e-9 if p in (0, 1) else 0.25)
     asked: list[tuple[float, float]] = []
     fixed = SimpleNamespace(betavariate=lambda a, b: asked.append((a, b)) or p)
-    assert drawn_chance(RowCounts(0, 2.0, 6.0), 4, fixed) == {0.0: 0, 0.25: 174 / 256, 1.0: 0}[p]  # type: ignore[arg-type]
-    assert drawn_chance(RowCounts(0, 2.0, 6.0, graded=True), 4, fixed) == p  # type: ignore[arg-type]
+    assert drawn_chance(RowCounts(0, 2.0, 6.0), 4, fixed) == {0.0: 0, 0.25: 174 / 256, 1.0: 0}[p]
+    assert drawn_chance(RowCounts(0, 2.0, 6.0, graded=True), 4, fixed) == p
     assert asked == [(choosing.PRIOR + 2, choosing.PRIOR + 6)] * 2
 
 
@@ -91,7 +91,7 @@ class Rows:
             _metrics={"train": self.metrics},
             _get_train_sampler=lambda dataset: np.repeat(np.arange(len(dataset)), G).tolist(),
         )
-        return PromptChooser(trainer, self.path, **options)  # type: ignore[arg-type]
+        return PromptChooser(trainer, self.path, **options)
 
 
 IMPOSSIBLE = 6  # rows below it are
@@ -146,7 +146,7 @@ def test_each_job_has_the_task_that_the_sampler_gives_it(tmp_path: Path) -> None
 
 def state(chooser: PromptChooser, *, next_seq: int, consumed: int) -> RolloutState:
     numbers = {"step": 1, "next_seq": next_seq, "rounds": 1, "unusable": [], "consumed_below": consumed, "consumed": []}
-    return RolloutState(run_id=RUN, row_counts=chooser.counts(), **numbers)  # type: ignore[arg-type]
+    return RolloutState(run_id=RUN, row_counts=chooser.counts(), **numbers)
 
 
 def test_a_resumed_run_gives_each_job_the_row_that_it_had_and_knows_what_the_checkpoint_knew(tmp_path: Path) -> None:
@@ -231,12 +231,12 @@ def test_the_source_tells_of_groups_that_are_used_and_of_those_that_are_left_out
 def test_what_it_cannot_choose_from_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Dataset.from_dict({"prompt": ["a"]})
     monkeypatch.setattr(choosing, "own_dataloader", lambda trainer: None)
-    refuse_choosing(SimpleNamespace(train_dataset=rows))  # type: ignore[arg-type]
+    refuse_choosing(SimpleNamespace(train_dataset=rows))
     with pytest.raises(UsageError, match=r"which a stream hides\. Leave one of them out"):
-        refuse_choosing(SimpleNamespace(train_dataset=rows.to_iterable_dataset()))  # type: ignore[arg-type]
+        refuse_choosing(SimpleNamespace(train_dataset=rows.to_iterable_dataset()))
     monkeypatch.setattr(choosing, "own_dataloader", lambda trainer: "get_train_dataloader")
     with pytest.raises(UsageError, match=r"which get_train_dataloader hides\. Leave one of them out"):
-        refuse_choosing(SimpleNamespace(train_dataset=rows))  # type: ignore[arg-type]
+        refuse_choosing(SimpleNamespace(train_dataset=rows))
     monkeypatch.setattr(choosing, "compares_groups", lambda trainer: False)
     with pytest.raises(UsageError, match="SimpleNamespace learns from groups of equal rewards too"):
-        refuse_choosing(SimpleNamespace(train_dataset=rows))  # type: ignore[arg-type]
+        refuse_choosing(SimpleNamespace(train_dataset=rows))
