@@ -60,6 +60,15 @@ TARGETS = (
         rows=("2 workers against",),
         flat=False,
     ),
+    *(
+        Target(what=what, target=target, unit=unit, file="gpu_one_gpu.json", rows=(rows,), flat=False)
+        for what, target, unit, rows in (
+            ("a worker alone, 512 completions", ">= 0.5", "of the limit", "worker alone, 512 rows"),
+            ("a worker alone, 64 completions", ">= 0.35", "of the limit", "worker alone, 64 rows"),
+            ("a step of a server and 1 worker, in turns", ">= 0.35", "of the limit", "server and 1 worker"),
+            ("server and 1 worker against TRL with `generate`", ">= 3", "x TRL", "server and 1 worker"),
+        )
+    ),
     Target(
         what="vLLM in the worker against `LLM.generate`",
         target=">= 0.95",

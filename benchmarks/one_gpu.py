@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -39,6 +40,8 @@ from benchmarks.table import ROOT, Row, describe_machine, figure, machine_line, 
 
 WORK = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_work.py")]
 SETUP = str(ROOT / "benchmarks" / "setups" / "qwen3_shape.py")
+CLI = [sys.executable, "-m", "async_grpo.cli"]
+MPS_CONTROL = "nvidia-cuda-mps-control"
 TRL = "TRL with generate"
 COLUMNS = ("rollouts/s", "tokens/s", "of the limit", "x TRL", "GPU busy")
 SAMPLE_S = 1.0
@@ -120,10 +123,14 @@ def cases(setting: Setting, device: str) -> list[Case]:
     )
     large, small, *unequal = workers
     env = small.env | {"WITHOUT_GRAPHS": "1"}
-    growing = replace(small, name=f"{small.name}, without CUDA graphs", env=env, target="")
-    one, two = served(setting, device, 1), served(setting, device, 2)
-    with_mps = [replace(case, name=f"{case.name}, MPS", mps=True, left_out=why_no_mps(device)) for case in (one, two)]
-    return [large, trl, one, small, growing, *passes, *unequal, batching, two, *with_mps]
+    growing = replace(small, name=f"without CUDA graphs: {small.name}", env=env, target="")
+    one, two, four = (served(setting, device, workers) for workers in (1, 2, 4))
+    mps_one, mps_share, mps_two, mps_four = (
+        replace(case, name=f"MPS: {case.name}", mps=True, left_out=why_no_mps(device), target="", target_trl="")
+        for case in (one, sharing(setting, device, 50), two, four)
+    )
+    shared = [two, four, mps_one, mps_two, mps_share]
+    return [large, trl, one, small, *shared, growing, *passes, *unequal, batching, mps_four]
 
 
 def sizes(setting: Setting, rows: int, device: str) -> dict[str, str]:
@@ -194,19 +201,35 @@ def whole_steps(setting: Setting, name: str, command: list[str], **more: Any) ->
 
 
 def served(setting: Setting, device: str, workers: int) -> Case:
-    run = [sys.executable, "-m", "async_grpo.cli", "train", SETUP, "--master-device-id", device]
-    env = sizes(setting, setting.large, device)
-    if device != "cpu":  # roles choose among all GPUs
-        del env["CUDA_VISIBLE_DEVICES"]
+    run = [*CLI, "train", SETUP, "--master-device-id", device, "--generator", "hf", "--max-staleness", "1"]
     one = workers == 1
     return whole_steps(
         setting,
         f"server and {workers} worker{'' if one else 's'}",
-        [*run, "--worker-device-ids", ",".join([device] * workers), "--generator", "hf", "--max-staleness", "1"],
-        env=env | {"STEPS": "1000"},  # it is ended: towards its last step the workers would have nothing to do
+        [*run, "--worker-device-ids", ",".join([device] * workers)],
+        env=served_env(setting, device),
         target=">= 0.35" if one else "",
         target_trl=">= 3" if one else "",
     )
+
+
+def sharing(setting: Setting, device: str, percent: int) -> Case:
+    """The worker has a share of the GPU's SMs, which MPS takes from its environment.
+
+    The launcher gives all processes one environment, so a shell starts both.
+    """
+    worker = shlex.join([*CLI, "worker", "--device", device, "--generator", "hf"])
+    server = shlex.join([*CLI, "server", "--config", SETUP, "--device", device, "--max-staleness", "1"])
+    script = f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={percent} {worker} & exec {server}"
+    name = f"server and 1 worker, which has {percent}% of the SMs"
+    return whole_steps(setting, name, ["sh", "-c", script], env=served_env(setting, device))
+
+
+def served_env(setting: Setting, device: str) -> dict[str, str]:
+    env = sizes(setting, setting.large, device)
+    if device != "cpu":  # roles choose among all GPUs
+        del env["CUDA_VISIBLE_DEVICES"]
+    return env | {"STEPS": "1000"}  # it is ended: towards its last step the workers would have nothing to do
 
 
 # --- Running one ------------------------------------------------------------------------------------------
@@ -296,10 +319,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def why_no_mps(device: str) -> str:
-    if device == "cpu" or shutil.which("nvidia-cuda-mps-control") is None:
+    if device == "cpu" or shutil.which(MPS_CONTROL) is None:
         return "no MPS here"
-    names = {name for process in psutil.process_iter(["name"]) if (name := process.info["name"])}
-    return "an MPS daemon runs already" if any(name.startswith("nvidia-cuda-mps") for name in names) else ""
+    return "an MPS daemon runs already" if any(map(is_mps, psutil.process_iter())) else ""
+
+
+def is_mps(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.name().startswith("nvidia-cuda-mps")
+    return False
 
 
 @contextmanager
@@ -309,18 +337,36 @@ def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
     for path in folders.values():
         path.mkdir()
     lead = {name: str(path) for name, path in folders.items()}
-    control, env = "nvidia-cuda-mps-control", {**os.environ, **lead}
-    subprocess.run([control, "-d"], env=env, check=True, timeout=20, capture_output=True)
+    pid_file = folder / "pipe" / f"{MPS_CONTROL}.pid"
     try:
+        if why := control(["-d"], folder / "said.txt", lead):
+            raise ChildProcessError(f"the MPS daemon did not start: {why}")
         yield lead
     finally:
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.run([control], env=env, input=b"quit\n", check=False, timeout=20, capture_output=True)
-        with suppress(FileNotFoundError, psutil.NoSuchProcess):  # it has ended
-            daemon = psutil.Process(int((folder / "pipe" / "nvidia-cuda-mps-control.pid").read_text()))
-            if daemon.name().startswith("nvidia-cuda-mps"):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            control([], folder / "said.txt", lead, "quit\n")
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):  # it has ended
+            daemon = psutil.Process(int(pid_file.read_text()))
+            if is_mps(daemon):
                 for process in [*daemon.children(recursive=True), daemon]:
                     process.kill()
+
+
+def control(arguments: list[str], said: Path, lead: dict[str, str], told: str = "") -> str:
+    """Why it failed; empty: it did not. What it says goes into a file: a daemon may keep a pipe open."""
+    with said.open("w") as file:
+        ran = subprocess.run(
+            [MPS_CONTROL, *arguments],
+            env=os.environ | lead,
+            input=told,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    last = (said.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+    return f"exit code {ran.returncode}: {last}" if ran.returncode else ""
 
 
 # --- The table --------------------------------------------------------------------------------------------

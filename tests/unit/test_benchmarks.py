@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from kit.waiting import is_gone, until
@@ -198,6 +200,136 @@ def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started(table: An
     child = int(process.stdout.readline())
     one_gpu.end(process)
     until(lambda: is_gone(child), "the end of what it started")
+
+
+def made_by_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, share: Callable[[str], float]) -> None:
+    """Let the script write its JSON, with all rows that it has for a GPU; each reaches so much of its limit."""
+    from benchmarks import one_gpu
+
+    model = dict.fromkeys(("layers", "head", "cache_bytes", "attention", "value_bytes"), 1)
+    card = {"card": {"bytes_s": 1e9, "flops_s": 1e9}, "model": model, "name": "a card"}
+
+    def run(case: Any, *_: Any) -> Any:
+        step_s = 40.0 / share(case.name)
+        lines = [{"time": step_s * at, "step": at, "tokens": 9999 * at} for at in range(5)]
+        return one_gpu.Ran(lines=lines if case.rollouts else [card])
+
+    rows = one_gpu.cases(one_gpu.SETTINGS["0.6B"], "0")
+    monkeypatch.setattr(one_gpu, "run", run)
+    monkeypatch.setattr(
+        one_gpu, "cases", lambda *_: [replace(row, left_out="", least_s=lambda model, card: 40.0) for row in rows]
+    )
+    assert one_gpu.main(["--json", str(folder / "gpu_one_gpu.json")]) == 0
+
+
+def test_the_targets_of_one_gpu_are_read_from_what_the_script_writes(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import gpu_targets
+
+    shares = {"worker alone, 512 rows, unequal prompts": 0.49, "worker alone, 64 rows, equal prompts": 0.36}
+    shares |= {"without CUDA graphs: worker alone, 64 rows, equal prompts": 0.1, "TRL with generate": 0.125}
+    shares |= {"server and 1 worker": 0.34, "server and 2 workers": 0.2, "MPS: server and 1 worker": 0.1}
+    asked = set(shares)
+    made_by_one_gpu(tmp_path, monkeypatch, lambda name: asked.discard(name) or shares.get(name, 0.6))
+    assert not asked, "rows that the script does not have"
+    capsys.readouterr()
+    gpu_targets.main(tmp_path)
+    said = capsys.readouterr().out
+    assert "| a worker alone, 512 completions | >= 0.5 of the limit | 0.49 | **no** |" in said
+    assert "| a worker alone, 64 completions | >= 0.35 of the limit | 0.36 | yes |" in said
+    assert "| a step of a server and 1 worker, in turns | >= 0.35 of the limit | 0.34 | **no** |" in said
+    assert "| server and 1 worker against TRL with `generate` | >= 3 x TRL | 2.72 | **no** |" in said
+
+
+CONTROL = """#!/bin/sh
+# Plays NVIDIA's control program, which leaves a daemon with a server, and a file with the daemon's pid.
+pid_file=$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid
+case ${1:-quit} in
+    -d) [ ! "$REFUSES" ] || { echo "a line before"; echo "no rights"; exit 3; }
+        "$0" serve & echo $! >"$pid_file" ;;
+    serve) trap 'kill $!; exit' TERM; sleep 600 & wait ;;
+    quit) read word; echo "$word" >>"$SAID"; [ ! "$OBEYS" ] || kill "$(cat "$pid_file")" ;;
+esac
+"""
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The stand-in, whose processes have the name of the real one's."""
+    program = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    program.parent.mkdir()
+    program.write_text(CONTROL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("SAID", str(tmp_path / "said"))
+    return str(program)
+
+
+def reasons_without_mps() -> set[str]:
+    from benchmarks import one_gpu
+
+    return {case.left_out for case in one_gpu.cases(one_gpu.SETTINGS["0.6B"], "0") if case.mps}
+
+
+@pytest.mark.integration
+def test_a_row_with_mps_has_a_daemon_of_its_own_and_another_one_is_left_alone(
+    table: Any, control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import one_gpu
+
+    if any(map(one_gpu.is_mps, psutil.process_iter())):
+        pytest.skip("an MPS daemon runs on this machine")
+    assert reasons_without_mps() == {""}
+    code = """import json, os; pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]; log = os.environ["CUDA_MPS_LOG_DIRECTORY"]
+line = {"pid": int(open(f"{pipe}/nvidia-cuda-mps-control.pid").read()), "folders": [pipe, log]}
+open(os.environ["STEP_LOG"], "w").write(json.dumps(line) + chr(10))"""
+    case = one_gpu.Case(name="", command=[sys.executable, "-c", code], steps=1, mps=True)
+    for obeys in ("1", ""):
+        monkeypatch.setenv("OBEYS", obeys)
+        ran = one_gpu.run(case, "cpu", 60)
+        assert not ran.failure
+        until(lambda pid=ran.lines[0]["pid"]: is_gone(pid), "the daemon's end")
+        assert not any(map(os.path.exists, ran.lines[0]["folders"]))
+    assert (tmp_path / "said").read_text() == "quit\n" * 2, "each was asked to end"
+
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    subprocess.run([control, "-d"], check=True, timeout=60)
+    theirs = psutil.Process(int((tmp_path / "nvidia-cuda-mps-control.pid").read_text()))
+    try:
+        until(lambda: one_gpu.is_mps(theirs), "its name")
+        assert reasons_without_mps() == {"an MPS daemon runs already"}
+        monkeypatch.setattr(one_gpu, "card_itself", lambda *_: replace(case, left_out="not measured"))
+        assert one_gpu.main(["--only", "MPS"]) == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| MPS: server and ")]
+        assert len(told) == 4 and all("left out: an MPS daemon runs already |" in line for line in told)
+        assert not is_gone(theirs) and (tmp_path / "said").read_text() == "quit\n" * 2
+    finally:
+        theirs.terminate()
+
+
+@pytest.mark.integration
+def test_a_row_whose_mps_daemon_does_not_start_says_why_in_a_line(
+    table: Any, control: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import one_gpu
+
+    monkeypatch.setenv("REFUSES", "1")
+    case = one_gpu.Case(name="with MPS", command=["false"], steps=1, mps=True)
+    monkeypatch.setattr(one_gpu, "card_itself", lambda *_: replace(case, left_out="not measured"))
+    monkeypatch.setattr(one_gpu, "cases", lambda *_: [case])
+    assert one_gpu.main([]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("| failed: the MPS daemon did not start: exit code 3: no rights |")
+
+
+def test_the_share_of_a_gpu_is_in_the_environment_of_the_worker_alone(table: Any) -> None:
+    from benchmarks import one_gpu
+
+    case = one_gpu.sharing(one_gpu.SETTINGS["tiny"], "0", 50)
+    worker, server = case.command[-1].split(" & exec ")
+    assert worker.startswith("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 ") and " worker --device 0 " in worker
+    assert " server --config " in server and "CUDA_MPS" not in server and not any("MPS" in name for name in case.env)
 
 
 def test_steps_behind_are_between_the_first_steps_at_a_share_of_the_gain() -> None:
