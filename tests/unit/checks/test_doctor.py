@@ -293,6 +293,40 @@ def test_a_gpu_that_does_not_admit_several_processes_is_named(mode: int, level: 
     assert "nvidia-smi -i GPU-5f -c DEFAULT" in found.fix, "which has numbers of its own"
 
 
+@pytest.mark.parametrize(
+    ("made", "names", "mode", "words"),
+    [
+        ([], [], 0, "not possible: nvidia-cuda-mps-control is not installed"),
+        (["bin/nvidia-cuda-mps-control"], [], 0, "possible, no daemon runs"),
+        (["bin/nvidia-cuda-mps-control", ".dockerenv"], [], 0, "possible for processes of this container, no daemon"),
+        (["bin/nvidia-cuda-mps-control"], [], 2, "not possible on a GPU in prohibited mode"),
+        (["bin/nvidia-cuda-mps-control"], [None, "nvidia-cuda-mps-control"], 0, "a daemon runs already"),
+        (["tmp/nvidia-mps/control"], ["bash"], 0, "/tmp/nvidia-mps is a daemon's, which runs in another container"),
+    ],
+)
+def test_whether_mps_is_possible(
+    made: list[str], names: list[str | None], mode: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in map(tmp_path.joinpath, made):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o755)
+    running = [SimpleNamespace(info={"name": name}) for name in names]
+    monkeypatch.setattr(gpu.psutil, "process_iter", lambda attributes: running)
+    driver = DriverReport(version="580", cuda=13000, compute_modes=(0, mode))
+    found = gpu.mps(driver, {"PATH": str(tmp_path / "bin")}, tmp_path)
+    assert found.level is Level.OK and words in found.found and "set CUDA" not in found.found
+
+
+def test_where_mps_may_not_write_its_folders_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-cuda-mps-control").touch(mode=0o755)
+    (tmp_path / "var/log").mkdir(parents=True)
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: "log" not in str(path) and access(path, mode))
+    monkeypatch.setattr(gpu.psutil, "process_iter", lambda attributes: [])
+    found = gpu.mps(DRIVER, {"PATH": str(tmp_path)}, tmp_path).found
+    assert f"without the right to write to {tmp_path}/var/log/nvidia-mps, set CUDA_MPS_PIPE_DIRECTORY and" in found
+
+
 # --- weights between processes
 
 MEASURED = {"memory": "cuda", "read_gbps": 1500.0, "equal": True}

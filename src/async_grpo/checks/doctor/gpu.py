@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,10 +21,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from async_grpo.checks import probe
 from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, warning
 from async_grpo.checks.doctor.machine import Installed, installed
 from async_grpo.formatting import size
+from async_grpo.rundir.folders import nearest_existing
 from async_grpo.setup.devices import compute_modes, hold_to_device, physical_gpus, why_unreachable
 from async_grpo.setup.process import end_with_parent
 
@@ -68,6 +72,8 @@ def gpus(asked: Asked) -> Iterator[Finding]:
     found = driver()
     yield presence(found)
     yield from modes(found)
+    if found.visible:
+        yield mps(found)
 
 
 def torch_and_weights(asked: Asked) -> Iterator[Finding]:
@@ -116,19 +122,36 @@ def modes(found: DriverReport, env: Mapping[str, str] = os.environ) -> Iterator[
         if mode == EXCLUSIVE:
             yield warning(
                 f"GPU {index}",
-                "is in exclusive-process mode: one process can use it, so a worker cannot share it with the server",
+                "is in exclusive-process mode: without MPS one process can use it, not a server and its workers",
                 f"{command} (as root), or give the server and each worker a GPU of its own.",
             )
         elif mode == PROHIBITED:
             yield error(f"GPU {index}", "is in prohibited mode: no process can use it", command)
 
 
-def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
-    """One process publishes on the first device, one for each device reads.
+def mps(found: DriverReport, env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Finding:
+    """Say whether NVIDIA's MPS can let processes compute on a GPU at the same time. No option of a run starts it."""
+    defaults = {"CUDA_MPS_PIPE_DIRECTORY": "tmp/nvidia-mps", "CUDA_MPS_LOG_DIRECTORY": "var/log/nvidia-mps"}
+    pipe, log = (Path(env.get(name, root / default)) for name, default in defaults.items())
+    closed = [str(folder) for folder in (pipe, log) if not os.access(nearest_existing(folder), os.W_OK)]
+    inside = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
+    if any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])):
+        said = "a daemon runs already, and lets processes that find it compute at the same time"
+    elif (pipe / "control").exists():
+        said = f"{pipe} is a daemon's, which runs in another container or has died"
+    elif shutil.which("nvidia-cuda-mps-control", path=env.get("PATH")) is None:
+        said = "not possible: nvidia-cuda-mps-control is not installed"
+    elif PROHIBITED in found.compute_modes:
+        said = "not possible on a GPU in prohibited mode"
+    else:
+        said = f"possible{' for processes of this container' if inside else ''}, no daemon runs"
+    if said.startswith("possible") and closed:
+        said += f"; without the right to write to {' and '.join(closed)}, set {' and '.join(defaults)}"
+    return ok("MPS", said)
 
-    Args:
-        devices: torch's names, e.g. `["cpu"]` or `["cuda:0", "cuda:1"]`.
-    """
+
+def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
+    """One process publishes on the first device (e.g. `"cuda:0"` or `"cpu"`), one for each device reads."""
     writer = devices[0]
     for reader in devices:
         indices = [device.partition(":")[2] for device in (writer, reader)]
@@ -190,11 +213,7 @@ def answer(question: dict[str, Any]) -> Any:
 
 
 def judged(cuda: int) -> Iterator[Finding]:
-    """Judge torch's CUDA, cupy's, and each GPU.
-
-    Args:
-        cuda: the newest that the driver runs, e.g. 13000.
-    """
+    """Judge torch's CUDA, cupy's, and each GPU; `cuda` is the newest that the driver runs, e.g. 13000."""
     import torch
 
     of_torch = torch_fits(cuda, torch)
