@@ -385,13 +385,13 @@ def _updates(engine: VLLMEngine, weights: Any, size: str, repeats: int) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat and small batches, of one model")
+    parser.add_argument("--quick", action="store_true", help="one repeat and a small batch, of one model")
     parser.add_argument("--shape", default="", help="of benchmarks/setups/qwen3_shape.py, in place of the two models")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     models: Sequence[Model] = MODELS
     if args.quick:
-        models = [Model(shape=args.shape, batches=(16, 64), repeats=1)]
+        models = [Model(shape=args.shape, batches=BATCHES[:1], repeats=1)]
     elif args.shape:
         models = [Model(shape=args.shape, batches=(64, 512), repeats=3)]
     rows = measure(models)

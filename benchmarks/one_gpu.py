@@ -326,7 +326,7 @@ def why_no_mps(device: str) -> str:
 
 def is_mps(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return process.name().startswith("nvidia-cuda-mps")
+        return process.name().startswith("nvidia-cuda-mps") and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 

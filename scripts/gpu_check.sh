@@ -138,15 +138,17 @@ run_vllm() {
         leave_out "vLLM" "${no_vllm:-it is not installed}."
         return
     fi
-    local device=cuda:0 sizes=(--shape 0.6B) tests="in_flight or two_versions" limits=(60 210 180 120)
-    [[ ! $dry_run ]] || device=cpu sizes=(--shape small --quick) tests=two_versions limits=(120 420 360 240)
+    local device=cuda:0 sizes=(--shape 0.6B) how=(-v -s) limits=(60 210 180 120)
+    # On a CPU `make test-vllm` runs these tests anyway.
+    [[ ! $dry_run ]] || device=cpu sizes=(--shape small --quick) how=(--collect-only) limits=(120 420 360 240)
     part "vLLM" "${limits[0]}" "$python" -c 'from vllm import LLM, __version__; print(LLM, __version__)' &&
         part "vLLM: runs" "${limits[1]}" "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -m gpu -rA -s -q \
             -p no:cacheprovider -k vllm &&
         LOGURU_LEVEL=INFO part "vLLM: tokens a second" "${limits[2]}" "$python" benchmarks/generators.py \
             "${sizes[@]}" --json "$results/gpu_vllm.json" &&
         GPU_TESTS_DEVICE=$device part "vLLM: updates in flight, adapters" "${limits[3]}" "$python" -m pytest \
-            tests/with_vllm/test_vllm_engine.py -v -s -W ignore -p no:logging -p no:cacheprovider -k "$tests" ||
+            tests/with_vllm/test_vllm_engine.py "${how[@]}" -W ignore -p no:logging -p no:cacheprovider \
+            -k "in_flight or two_versions" ||
         leave_out "The rest of vLLM" "see above."
 }
 
@@ -164,7 +166,7 @@ run_kill() {
 
 run_one_gpu() {
     if [[ $dry_run ]]; then
-        part "One GPU" 180 "$python" benchmarks/one_gpu.py --device cpu --shape tiny --limit 120 \
+        part "One GPU" 420 "$python" benchmarks/one_gpu.py --device cpu --shape tiny --limit 400 \
             --json "$results/gpu_one_gpu.json"
     else
         part "One GPU" 560 "$python" benchmarks/one_gpu.py --limit $(($(granted 560) - 20)) \

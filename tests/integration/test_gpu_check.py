@@ -190,6 +190,26 @@ def test_targets_are_held_against_the_worst_row(tmp_path: Path, value: float, ve
     assert "| publish | >= 0.85 of raw copy | 0.5 | **no** |" in table
 
 
+def test_a_server_that_is_killed_and_two_equal_runs(tmp_path: Path) -> None:
+    code, report = check(tmp_path, "kill", "deterministic")
+    assert code == 0, report
+    assert "PASSED tests/gpu/test_runs_cuda.py::test_a_server_killed_while_workers_generate_is_resumed" in report
+    assert "handed back after the server's death" in report
+    hashes = re.findall(r"^([0-9a-f]{64})  .*/out[12]/checkpoint-4/model\.safetensors$", report, re.MULTILINE)
+    assert len(hashes) == 2 and len({*hashes}) == 1
+
+
+@pytest.mark.slow
+def test_one_gpu(tmp_path: Path) -> None:
+    code, report = check(tmp_path, "one_gpu")
+    assert code == 0, report
+    found = json.loads((tmp_path / "gpu_one_gpu.json").read_text())
+    measured = [row["name"] for row in found["rows"] if row["unit"] == "rollouts/s"]
+    assert {f"server and {workers}" for workers in ("1 worker", "2 workers", "4 workers")} < {*measured}
+    assert {note.partition(": ")[0] for note in found["notes"].values()} == {"left out"}, found["notes"]
+    assert all(f"\n| {name} | " in report for name in [*measured, *found["notes"]])
+
+
 @pytest.mark.slow
 def test_asynchronous_against_trl(tmp_path: Path) -> None:
     code, report = check(tmp_path, "async")

@@ -23,6 +23,7 @@ def test_the_part_of_the_gpu_check_without_a_gpu(tmp_path: Path) -> None:
     ended = subprocess.run(check, env={**os.environ, "PYTHON": sys.executable}, timeout=560, check=False)
     assert ended.returncode == 0 and "Left out" not in report.read_text(), report.read_text()
     assert "vLLM in our worker" in report.read_text(), "tokens a second"
+    assert "test_adapters_of_two_versions_are_used_side_by_side" in report.read_text(), "the engine's tests"
 
 
 def test_twenty_steps_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None:

@@ -310,10 +310,12 @@ def test_whether_mps_is_possible(
     for path in map(tmp_path.joinpath, made):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o755)
-    running = [SimpleNamespace(info={"name": name}) for name in names]
+    running = [SimpleNamespace(info={"name": name, "status": "sleeping"}) for name in names]
+    running.append(SimpleNamespace(info={"name": "nvidia-cuda-mps-control", "status": "zombie"}))
     monkeypatch.setattr(gpu.psutil, "process_iter", lambda attributes: running)
     driver = DriverReport(version="580", cuda=13000, compute_modes=(0, mode))
-    found = gpu.mps(driver, {"PATH": str(tmp_path / "bin")}, tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = gpu.mps(driver, {}, tmp_path)
     assert found.level is Level.OK and words in found.found and "set CUDA" not in found.found
 
 
@@ -323,7 +325,8 @@ def test_where_mps_may_not_write_its_folders_are_named(tmp_path: Path, monkeypat
     access = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: "log" not in str(path) and access(path, mode))
     monkeypatch.setattr(gpu.psutil, "process_iter", lambda attributes: [])
-    found = gpu.mps(DRIVER, {"PATH": str(tmp_path)}, tmp_path).found
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = gpu.mps(DRIVER, {}, tmp_path).found
     assert f"without the right to write to {tmp_path}/var/log/nvidia-mps, set CUDA_MPS_PIPE_DIRECTORY and" in found
 
 

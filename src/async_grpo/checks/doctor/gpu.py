@@ -135,11 +135,12 @@ def mps(found: DriverReport, env: Mapping[str, str] = os.environ, root: Path = P
     pipe, log = (Path(env.get(name, root / default)) for name, default in defaults.items())
     closed = [str(folder) for folder in (pipe, log) if not os.access(nearest_existing(folder), os.W_OK)]
     inside = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
-    if any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])):
+    alive = [each.info for each in psutil.process_iter(["name", "status"]) if each.info["status"] != "zombie"]
+    if any((process["name"] or "").startswith("nvidia-cuda-mps") for process in alive):
         said = "a daemon runs already, and lets processes that find it compute at the same time"
     elif (pipe / "control").exists():
         said = f"{pipe} is a daemon's, which runs in another container or has died"
-    elif shutil.which("nvidia-cuda-mps-control", path=env.get("PATH")) is None:
+    elif shutil.which("nvidia-cuda-mps-control") is None:
         said = "not possible: nvidia-cuda-mps-control is not installed"
     elif PROHIBITED in found.compute_modes:
         said = "not possible on a GPU in prohibited mode"
