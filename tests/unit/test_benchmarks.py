@@ -323,13 +323,16 @@ def test_a_row_whose_mps_daemon_does_not_start_says_why_in_a_line(
     assert last.endswith("| failed: the MPS daemon did not start: exit code 3: no rights |")
 
 
+@pytest.mark.integration
 def test_the_share_of_a_gpu_is_in_the_environment_of_the_worker_alone(table: Any) -> None:
     from benchmarks import one_gpu
 
-    case = one_gpu.sharing(one_gpu.SETTINGS["tiny"], "0", 50)
+    case = one_gpu.sharing(one_gpu.SETTINGS["tiny"], "cpu", 50)
     worker, server = case.command[-1].split(" & exec ")
-    assert worker.startswith("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 ") and " worker --device 0 " in worker
+    assert worker.startswith("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 ") and " worker --device cpu " in worker
     assert " server --config " in server and "CUDA_MPS" not in server and not any("MPS" in name for name in case.env)
+    ran = one_gpu.run(replace(case, steps=2), "cpu", 300)
+    assert not ran.failure and [line["step"] for line in ran.lines[:2]] == [1, 2]
 
 
 def test_steps_behind_are_between_the_first_steps_at_a_share_of_the_gain() -> None:
