@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from on_device import DEVICE, ON_CPU, need_device
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from async_grpo.engines import captured
 from async_grpo.engines.captured import DecodeSteps
 from async_grpo.engines.drawing import drawn_on
 from async_grpo.engines.transformers import TransformersEngine
@@ -52,6 +54,24 @@ def test_graphs_give_the_tokens_of_the_loop_without_them(model: Any) -> None:
         equal = sum(mine == theirs for mine, theirs in zip(tokens, wanted, strict=True))
         assert equal >= 0.9 * len(PROMPTS), "but for ties within the rounding of another attention kernel"
     assert ON_CPU or (fast._steps is not None and fast._steps._capture), "every pass was captured"
+
+
+def test_versions_that_are_copied_to_one_place_give_the_same(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graphs of one slot take is printed: `docs/what_fits.md` has no figure for it yet."""
+    monkeypatch.setattr(captured, "copies_instead", lambda **bytes_of: bool(print(bytes_of)) or True)
+    model = copy.deepcopy(model)
+    slots = [{name: it.data.clone() for name, it in model.named_parameters()} for _ in range(3)]
+    fast = engine_of(model, fast=True, do_sample=False)
+    for version in range(6):
+        torch.manual_seed(version)
+        for name, parameter in model.named_parameters():
+            slot = slots[version % 3][name]
+            parameter.data = slot.add_(0.02 * torch.randn(slot.shape).to(slot))
+        tokens, _ = sample(fast, PROMPTS)
+        wanted, _ = sample(engine_of(model, fast=False, do_sample=False), PROMPTS)
+        equal = sum(mine == theirs for mine, theirs in zip(tokens, wanted, strict=True))
+        assert equal >= 0.9 * len(PROMPTS), "but for ties within the rounding of another attention kernel"
+    assert ON_CPU or (fast._steps is not None and len(fast._steps._graphs) == 1), "graphs of one place"
 
 
 def test_log_probabilities_are_those_of_one_forward_pass(model: Any) -> None:

@@ -3,6 +3,7 @@
 A pass launches some fifty kernels a layer, whatever the batch, and the host needs longer for that than a GPU for the
 work. A graph is one launch. It reads the addresses that it was captured with: a published version lies in one of a few
 slots, which stay where they are, so the graphs of a slot are right for every version that is ever published there.
+Where a GPU has too little memory for the graphs of all slots, each batch copies its version's weights to one place.
 
 Shapes: b rows in the batch, R of the pass (a few shapes serve every b), V the vocabulary.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,18 +23,35 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from async_grpo.engines.fixed_batch import FixedBatch, KeyValueMemory, one_token_attention, shapes_of
 from async_grpo.errors import reason_of
+from async_grpo.formatting import size
 from async_grpo.log import logger
 
 LEAST_ROWS = 4
 LEAST_TOKENS = 64  # of a row
 Shape = tuple[int, int, int, int]  # rows and tokens of a batch, and of a pass over a part of it
-PLACES = 4  # of weights, whose graphs are kept: there are three slots, and one more for `--delta-every`
+Addresses = frozenset[tuple[str, int]]  # of a model's tensors by name: what a graph is captured with
+SLOTS = 3
+PLACES = SLOTS + 1  # of weights, whose graphs are kept: `--delta-every` has one slot more
+LEAST_FREE = 0.05  # of a GPU's memory, which graphs leave
 
 
 def rounded(count: int, least: int) -> int:
     """Round up to a quarter of the power of two below it, and to a multiple of `least`."""
     step = max(least, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Those of one place of weights, and the bytes of the GPU that they took."""
+
+    of_shape: dict[Shape, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def copies_instead(*, graphs: int, weights: int, free: int, total: int) -> bool:
+    """Whether a copy of the weights fits where more graphs do not. Bytes: of both, and of the GPU."""
+    return graphs > free - LEAST_FREE * total >= weights
 
 
 class DecodeSteps:
@@ -45,7 +64,8 @@ class DecodeSteps:
     def __init__(self, *, capture: bool) -> None:
         self._capture = capture
         self._said: set[str] = set()
-        self._casts: dict[str, Tensor] = {}  # weights of linear layers, where precision is mixed
+        self._moving: set[str] = set()  # weights that differ in their place, once they are copied to one
+        self._copies: dict[str, Tensor] = {}  # these, and those of linear layers where precision is mixed
         self._forget()
 
     def _forget(self) -> None:
@@ -57,8 +77,8 @@ class DecodeSteps:
     def _forget_graphs(self) -> None:
         self._logits_RV: Tensor | None = None
         self._pool: Any = None
-        self._graphs: OrderedDict[tuple[int, ...], dict[Shape, torch.cuda.CUDAGraph]] = OrderedDict()
-        self._here: dict[Shape, torch.cuda.CUDAGraph] = {}  # those of the weights in use
+        self._graphs: OrderedDict[Addresses, Graphs] = OrderedDict()
+        self._here = Graphs()  # those of the weights in use
         self._warm: set[Shape] = set()  # ran once: what a kernel loads at first is there
 
     def can(self, model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
@@ -83,12 +103,37 @@ class DecodeSteps:
         self._rows, self._position = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
         self._take_batch(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_TOKENS))
         self._batch.take(cache, mask_bL, positions_bL)
-        self._cast_weights()
-        where = tuple(it.data_ptr() for it in (*model.parameters(), *model.buffers()))
-        self._here = self._graphs.setdefault(where, {})
+        self._copy_weights()
+        where = self._addresses()
+        another = self._capture and self._graphs and where not in self._graphs and not self._moving
+        if another and self._copies_instead(where):
+            self._forget_graphs()
+            self._copy_weights()
+            where = self._addresses()
+        self._here = self._graphs.setdefault(where, Graphs())
         self._graphs.move_to_end(where)
         while len(self._graphs) > PLACES:  # an exporter that ended had other slots
             self._graphs.popitem(last=False)
+
+    def _addresses(self) -> Addresses:
+        model = self._model
+        tensors = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+        return frozenset((name, it.data_ptr()) for name, it in tensors if name not in self._copies)
+
+    def _copies_instead(self, where: Addresses) -> bool:
+        """Decide by the graphs of the last place, before the next one has its own; the log has what they took."""
+        last, graphs = next(reversed(self._graphs.items()))
+        self._say(f"the CUDA graphs of one weight slot take {size(graphs.nbytes)} of the GPU so far")
+        moving = {name for name, _ in where - last}
+        weights = {it.data_ptr(): it.nbytes for name, it in self._model.named_parameters() if name in moving}
+        more, copied = graphs.nbytes * max(1, SLOTS - len(self._graphs)), sum(weights.values())
+        free, total = _free_memory(self._model.device)
+        if copies_instead(graphs=more, weights=copied, free=free, total=total):
+            self._say(
+                f"each version is copied to {size(copied)}: {size(free)} are free, and {size(more)} of graphs to come"
+            )
+            self._moving = moving
+        return bool(self._moving)
 
     @property
     def _batch(self) -> FixedBatch:
@@ -113,17 +158,22 @@ class DecodeSteps:
         kind = self._model.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def _cast_weights(self) -> None:
-        """Cast them once a batch, as autocast does, but to where a graph finds them."""
-        if (dtype := self._mixed()) is None:
-            return
+    def _copy_weights(self) -> None:
+        """Copy once a batch to where graphs find them: weights that autocast would cast, and all that move."""
+        mixed, made = self._mixed(), dict[tuple[int, torch.dtype], Tensor]()
         for name, module in self._model.named_modules():
-            if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
-                for part, own in module.named_parameters(prefix=name, recurse=False):
-                    if part not in self._casts:
-                        self._casts[part] = torch.empty_like(own, dtype=dtype, requires_grad=False)
-                    self._casts[part].copy_(own)
-        torch.clear_autocast_cache()  # the prompts' own casts of the same weights
+            cast = mixed if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32 else None
+            for part, own in module.named_parameters(prefix=name, recurse=False):
+                if cast is None and part not in self._moving:
+                    continue
+                key = own.data_ptr(), cast or own.dtype
+                if key not in made:  # weights that are tied have one copy
+                    there = self._copies.get(part)
+                    made[key] = torch.empty_like(own, dtype=key[1], requires_grad=False) if there is None else there
+                    made[key].copy_(own)
+                self._copies[part] = made[key]
+        if mixed is not None:
+            torch.clear_autocast_cache()  # the prompts' own casts of the same weights
 
     def smaller_without(self, ended: int) -> bool:
         """Whether the passes have fewer rows without so many rows of the batch."""
@@ -141,10 +191,10 @@ class DecodeSteps:
         tokens = min(rounded(self._position, LEAST_TOKENS), self._batch.most_tokens)
         self._batch.rows, self._batch.tokens = rounded(self._rows, LEAST_ROWS), tokens
         shape = (self._batch.most_rows, self._batch.most_tokens, self._batch.rows, self._batch.tokens)
-        if self._capture and shape not in self._here and shape in self._warm:
+        if self._capture and shape not in self._here.of_shape and shape in self._warm:
             self._add_graph(shape)
-        if shape in self._here:
-            self._here[shape].replay()
+        if shape in self._here.of_shape:
+            self._here.of_shape[shape].replay()
         else:
             self._warm.add(shape)
             self._pass()
@@ -152,6 +202,12 @@ class DecodeSteps:
         return self._logits_RV[: self._rows]
 
     def _add_graph(self, shape: Shape) -> None:
+        free, total = _free_memory(self._model.device)
+        if free < LEAST_FREE * total:
+            self._capture = False
+            taken = size(sum(graphs.nbytes for graphs in self._graphs.values()))
+            logger.warning("no more CUDA graphs: {} of {} are free, and they took {}", size(free), size(total), taken)
+            return
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -161,7 +217,8 @@ class DecodeSteps:
             logger.warning("no more CUDA graphs, since one could not be made: {}", reason_of(error))
             return
         self._pool = graph.pool()
-        self._here[shape] = graph
+        self._here.of_shape[shape] = graph
+        self._here.nbytes += max(0, free - torch.cuda.mem_get_info(self._model.device)[0])  # others may give some back
 
     def _pass(self) -> None:
         """Compute kernel by kernel, or note the kernels of a graph."""
@@ -170,12 +227,18 @@ class DecodeSteps:
         )
         with one_token_attention(self._model), mixed:
             inputs = self._model.prepare_inputs_for_generation(**self._batch.inputs(), **self._kwargs)
-            output = functional_call(self._model, self._casts, (), {**inputs, "return_dict": True}, tie_weights=False)
+            output = functional_call(self._model, self._copies, (), {**inputs, "return_dict": True}, tie_weights=False)
         self._batch.count_up()
         logits_RV: Tensor = output.logits[:, -1]
         if self._logits_RV is None or len(self._logits_RV) < len(logits_RV):
             self._logits_RV = logits_RV.new_empty(self._batch.most_rows, logits_RV.shape[1])
         self._logits_RV[: len(logits_RV)] = logits_RV  # one memory for all graphs, which are many
+
+
+def _free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that a graph can have, and all bytes of the GPU."""
+    torch.cuda.empty_cache()  # as a capture does
+    return torch.cuda.mem_get_info(device)
 
 
 def _why_not(model: PreTrainedModel, inputs: dict[str, Any]) -> str | None:

@@ -134,8 +134,8 @@ def test_mixed_precision_multiplies_the_same_numbers() -> None:
         wanted = sampled(model, None, prompts=PROMPTS[:1] * 4 + PROMPTS[2:] * 4)
         ours = sampled(model, steps, prompts=PROMPTS[:1] * 4 + PROMPTS[2:] * 4)
     assert_same(ours, wanted, within=0.05)
-    assert {it.dtype for it in steps._casts.values()} == {torch.bfloat16}
-    assert set(steps._casts) == {f"{name}.weight" for name, it in model.named_modules() if hasattr(it, "in_features")}
+    assert {it.dtype for it in steps._copies.values()} == {torch.bfloat16}
+    assert set(steps._copies) == {f"{name}.weight" for name, it in model.named_modules() if hasattr(it, "in_features")}
 
 
 def test_a_batch_that_failed_leaves_nothing_behind() -> None:
@@ -238,6 +238,7 @@ class Recorded(TorchDispatchMode):
 
 
 GRAPHS: list[Recorded] = []
+GB = 10**9
 
 
 @pytest.fixture
@@ -249,6 +250,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB - len(GRAPHS) * GB, 80 * GB))
     yield GRAPHS
     GRAPHS.clear()
 
@@ -298,10 +300,10 @@ def point_to(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
         parameter.data = weights[name]
 
 
-def test_the_graphs_of_a_slot_serve_every_version_in_it(graphs: list[Recorded]) -> None:
-    model, other = plain(), plain()
+def made_by_versions(graphs: list[Recorded], model: PreTrainedModel, steps: DecodeSteps) -> list[int]:
+    """Sample seven versions in three slots as plain sampling does; returns how many graphs there were after each."""
+    other = copy.deepcopy(model)
     slots = [{name: it.data.clone() for name, it in model.named_parameters()} for _ in range(3)]
-    steps = DecodeSteps(capture=True)
     made = []
     for version in range(7):
         torch.manual_seed(version)
@@ -312,7 +314,47 @@ def test_the_graphs_of_a_slot_serve_every_version_in_it(graphs: list[Recorded]) 
         point_to(other, copy.deepcopy(slot))
         assert_same(sampled(model, steps, eos_token_id=-1), sampled(other, None, eos_token_id=-1))
         made.append(len(graphs))
-    assert made == [1, 2, 3, 3, 3, 3, 3]
+    return made
+
+
+def test_the_graphs_of_a_slot_serve_every_version_in_it(graphs: list[Recorded]) -> None:
+    assert made_by_versions(graphs, plain(), DecodeSteps(capture=True)) == [1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_where_the_graphs_of_three_slots_do_not_fit_each_version_is_copied(
+    tied: bool, graphs: list[Recorded], messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GB - len(graphs) * GB, 80 * GB))
+    model = plain()
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    steps = DecodeSteps(capture=True)
+    assert made_by_versions(graphs, model, steps) == [1, 2, 2, 2, 2, 2, 2]
+    assert {*steps._copies} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert len({it.data_ptr() for it in steps._copies.values()}) == len([*model.parameters()])
+    assert "the CUDA graphs of one weight slot take 1.0 GB of the GPU so far" in "\n".join(messages)
+    assert "5.0 GB are free, and 2.0 GB of graphs to come" in "\n".join(messages)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "weights", "copied"),
+    [(4, 3, False), (6, 3, True), (6, 5, True), (6, 6, False), (5, 3, False)],
+    ids=["both fit", "a copy fits", "it fits exactly", "nothing fits", "graphs fit exactly"],
+)
+def test_what_is_copied_instead_of_more_graphs(graphs: int, weights: int, copied: bool) -> None:
+    assert captured.copies_instead(graphs=graphs, weights=weights, free=9, total=80) is copied, "4 of 80 are left"
+
+
+def test_graphs_leave_a_part_of_the_memory(
+    graphs: list[Recorded], messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GB - 2 * len(graphs) * GB, 80 * GB))
+    model, steps = plain(), DecodeSteps(capture=True)
+    for lengths in LENGTHS:
+        assert_same(sampled(model, steps, lengths), sampled(model, None, lengths))
+    assert len(graphs) == 1
+    assert "\n".join(messages).count("no more CUDA graphs: 3.0 GB of 80.0 GB are free, and they took 2.0 GB") == 1
 
 
 def test_what_cannot_be_captured_runs_kernel_by_kernel(graphs: list[Recorded], messages: list[str]) -> None:
