@@ -246,8 +246,7 @@ CONTROL = """#!/bin/sh
 # Plays NVIDIA's control program, which leaves a daemon with a server, and a file with the daemon's pid.
 pid_file=$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid
 case ${1:-quit} in
-    -d) [ ! "$REFUSES" ] || { echo "a line before"; echo "no rights"; exit 3; }
-        "$0" serve & echo $! >"$pid_file" ;;
+    -d) "$0" serve & echo $! >"$pid_file" ;;
     serve) trap 'kill $!; exit' TERM; sleep 600 & wait ;;
     quit) read word; echo "$word" >>"$SAID"; [ ! "$OBEYS" ] || kill "$(cat "$pid_file")" ;;
 esac
@@ -310,17 +309,18 @@ open(os.environ["STEP_LOG"], "w").write(json.dumps(line) + chr(10))"""
 
 @pytest.mark.integration
 def test_a_row_whose_mps_daemon_does_not_start_says_why_in_a_line(
-    table: Any, control: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import one_gpu
 
-    monkeypatch.setenv("REFUSES", "1")
+    (refusing := tmp_path / "control").write_text("#!/bin/sh\necho a line before\necho no rights\nexit 3\n")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(one_gpu, "MPS_CONTROL", str(refusing))  # of another name: the test above may look for daemons
     case = one_gpu.Case(name="with MPS", command=["false"], steps=1, mps=True)
     monkeypatch.setattr(one_gpu, "card_itself", lambda *_: replace(case, left_out="not measured"))
     monkeypatch.setattr(one_gpu, "cases", lambda *_: [case])
     assert one_gpu.main([]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("| failed: the MPS daemon did not start: exit code 3: no rights |")
+    assert capsys.readouterr().out.endswith("| failed: the MPS daemon did not start: exit code 3: no rights |\n")
 
 
 @pytest.mark.integration
