@@ -11,7 +11,6 @@ Shapes: b rows in the batch, R of the pass (a few shapes serve every b), V the v
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +29,7 @@ LEAST_ROWS = 4
 LEAST_TOKENS = 64  # of a row
 Shape = tuple[int, int, int, int]  # rows and tokens of a batch, and of a pass over a part of it
 Addresses = frozenset[tuple[str, int]]  # of a model's tensors by name: what a graph is captured with
-SLOTS = 3
-PLACES = SLOTS + 1  # of weights, whose graphs are kept: `--delta-every` has one slot more
+SLOTS = 3  # one more with `--delta-every`
 LEAST_FREE = 0.05  # of a GPU's memory, which graphs leave
 
 
@@ -66,7 +64,14 @@ class DecodeSteps:
         self._said: set[str] = set()
         self._moving: set[str] = set()  # weights that differ in their place, once they are copied to one
         self._copies: dict[str, Tensor] = {}  # these, and those of linear layers where precision is mixed
+        self._exporter = ""
         self._forget()
+
+    def of_exporter(self, generation: str) -> None:
+        """Let the graphs of another exporter go, which has ended: this one's slots lie elsewhere."""
+        if generation != self._exporter:
+            self._exporter = generation
+            self._forget_graphs()
 
     def _forget(self) -> None:
         """Let the memory of batches go, and with it what is of its addresses."""
@@ -77,7 +82,7 @@ class DecodeSteps:
     def _forget_graphs(self) -> None:
         self._logits_RV: Tensor | None = None
         self._pool: Any = None
-        self._graphs: OrderedDict[Addresses, Graphs] = OrderedDict()
+        self._graphs: dict[Addresses, Graphs] = {}
         self._here = Graphs()  # those of the weights in use
         self._warm: set[Shape] = set()  # ran once: what a kernel loads at first is there
 
@@ -111,9 +116,6 @@ class DecodeSteps:
             self._copy_weights()
             where = self._addresses()
         self._here = self._graphs.setdefault(where, Graphs())
-        self._graphs.move_to_end(where)
-        while len(self._graphs) > PLACES:  # an exporter that ended had other slots
-            self._graphs.popitem(last=False)
 
     def _addresses(self) -> Addresses:
         model = self._model

@@ -72,13 +72,17 @@ class TransformersEngine(BatchEngine):
         self._guidance, self._tokenizer = guidance, tokenizer
         self._stopping = stopping or StoppingCriteriaList()
         self._draw, self._steps = draw, steps
+        self._weights: RemoteWeights | None = None  # set by `follow`
 
     def follow(self, weights: RemoteWeights) -> PolicyWeights:
+        self._weights = weights
         return PolicyWeights(weights, self._model, self._device)
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
         torch.manual_seed(groups[0].seed)
         with torch.autocast(self._model.device.type, enabled=False):  # casts of the weights are kept until its end
+            if self._steps is not None and self._weights is not None:
+                self._steps.of_exporter(self._weights.generation)
             loop = self._begin(groups)
             while not loop.ended:
                 with torch.no_grad(), self._autocast():

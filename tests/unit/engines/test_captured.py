@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from async_grpo.engines import captured, decoding
 from async_grpo.engines.captured import DecodeSteps, rounded
 from async_grpo.engines.decoding import SamplingLoop
 from async_grpo.engines.fixed_batch import FixedBatch
+from kit.engines import sample, transformers_of
 
 LENGTHS = [None, (20, 3, 7), (2, 2, 2, 20), (5,)]
 
@@ -319,6 +321,17 @@ def made_by_versions(graphs: list[Recorded], model: PreTrainedModel, steps: Deco
 
 def test_the_graphs_of_a_slot_serve_every_version_in_it(graphs: list[Recorded]) -> None:
     assert made_by_versions(graphs, plain(), DecodeSteps(capture=True)) == [1, 2, 3, 3, 3, 3, 3]
+
+
+def test_a_new_exporter_drops_the_graphs_of_the_one_before(graphs: list[Recorded]) -> None:
+    exporter, steps = SimpleNamespace(generation="a"), DecodeSteps(capture=True)
+    engine = transformers_of(plain(), 12, 0, EOS, {"do_sample": False}, steps=steps)
+    engine.follow(exporter)
+    made = []
+    for exporter.generation in ("a", "a", "b", "b"):
+        sample(engine, PROMPTS)
+        made.append(len(graphs))
+    assert 0 < made[0] == made[1] and made[2] == made[3] == 2 * made[0] and len(steps._graphs) == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
