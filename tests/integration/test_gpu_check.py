@@ -77,6 +77,7 @@ def test_a_check_that_is_ended_ends_the_parts_that_run(parts: tuple[str, ...], t
     """A part that is left behind would share the GPU with what is measured next."""
     with slow_check(tmp_path, 'echo half; echo $$ >"$OUT/$$.pid"; exec sleep 600', *parts) as running:
         pids = until(lambda: len(found := list(tmp_path.glob("*.pid"))) == len(parts) and found, "the parts' pids")
+        until(lambda: "".join(map(Path.read_text, tmp_path.glob("*.md*"))).count("half\n") == len(parts), "their words")
         running.terminate()
         assert running.wait(60) == 143
     for pid in pids:

@@ -233,7 +233,6 @@ def test_the_targets_of_one_gpu_are_read_from_what_the_script_writes(
     asked = set(shares)
     made_by_one_gpu(tmp_path, monkeypatch, lambda name: asked.discard(name) or shares.get(name, 0.6))
     assert not asked, "rows that the script does not have"
-    capsys.readouterr()
     gpu_targets.main(tmp_path)
     said = capsys.readouterr().out
     assert "| a worker alone, 512 completions | >= 0.5 of the limit | 0.49 | **no** |" in said
