@@ -38,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.roofline import Card, Model, decoding_s, evenly, training_s
 from benchmarks.table import ROOT, Row, describe_machine, figure, machine_line, row, write_json
 
+from async_grpo.checks.doctor.gpu import mps_processes
+
 WORK = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_work.py")]
 SETUP = str(ROOT / "benchmarks" / "setups" / "qwen3_shape.py")
 CLI = [sys.executable, "-m", "async_grpo.cli"]
@@ -321,13 +323,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def why_no_mps(device: str) -> str:
     if device == "cpu" or shutil.which(MPS_CONTROL) is None:
         return "no MPS here"
-    return "an MPS daemon runs already" if any(map(is_mps, psutil.process_iter())) else ""
-
-
-def is_mps(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return process.name().startswith("nvidia-cuda-mps") and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return "an MPS daemon runs already" if mps_processes() else ""
 
 
 @contextmanager
@@ -347,7 +343,7 @@ def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
             control([], folder / "said.txt", lead, "quit\n")
         with suppress(OSError, ValueError, psutil.NoSuchProcess):  # it has ended
             daemon = psutil.Process(int(pid_file.read_text()))
-            if is_mps(daemon):
+            if daemon in mps_processes():
                 for process in [*daemon.children(recursive=True), daemon]:
                     process.kill()
 

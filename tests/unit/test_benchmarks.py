@@ -276,7 +276,7 @@ def test_a_row_with_mps_has_a_daemon_of_its_own_and_another_one_is_left_alone(
 ) -> None:
     from benchmarks import one_gpu
 
-    if any(map(one_gpu.is_mps, psutil.process_iter())):
+    if one_gpu.mps_processes():
         pytest.skip("an MPS daemon runs on this machine")
     assert reasons_without_mps() == {""}
     code = """import json, os; pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]; log = os.environ["CUDA_MPS_LOG_DIRECTORY"]
@@ -295,7 +295,7 @@ open(os.environ["STEP_LOG"], "w").write(json.dumps(line) + chr(10))"""
     subprocess.run([control, "-d"], check=True, timeout=60)
     theirs = psutil.Process(int((tmp_path / "nvidia-cuda-mps-control.pid").read_text()))
     try:
-        until(lambda: one_gpu.is_mps(theirs), "its name")
+        until(lambda: theirs in one_gpu.mps_processes(), "its name")
         assert reasons_without_mps() == {"an MPS daemon runs already"}
         monkeypatch.setattr(one_gpu, "card_itself", lambda *_: replace(case, left_out="not measured"))
         assert one_gpu.main(["--only", "MPS"]) == 0

@@ -41,7 +41,7 @@ def rounded(count: int, least: int) -> int:
 
 @dataclass(slots=True)
 class Graphs:
-    """Those of one place of weights, and the bytes of the GPU that they took."""
+    """CUDA graphs of one place of weights, and the bytes of the GPU that they took."""
 
     of_shape: dict[Shape, torch.cuda.CUDAGraph] = field(default_factory=dict)
     nbytes: int = 0
@@ -110,11 +110,12 @@ class DecodeSteps:
         self._batch.take(cache, mask_bL, positions_bL)
         self._copy_weights()
         where = self._addresses()
-        another = self._capture and self._graphs and where not in self._graphs and not self._moving
-        if another and self._copies_instead(where):
-            self._forget_graphs()
-            self._copy_weights()
-            where = self._addresses()
+        if self._capture and self._graphs and where not in self._graphs and not self._moving:
+            self._moving = self._to_copy(where)
+            if self._moving:
+                self._forget_graphs()
+                self._copy_weights()
+                where = self._addresses()
         self._here = self._graphs.setdefault(where, Graphs())
 
     def _addresses(self) -> Addresses:
@@ -122,20 +123,18 @@ class DecodeSteps:
         tensors = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
         return frozenset((name, it.data_ptr()) for name, it in tensors if name not in self._copies)
 
-    def _copies_instead(self, where: Addresses) -> bool:
-        """Decide by the graphs of the last place, before the next one has its own; the log has what they took."""
+    def _to_copy(self, where: Addresses) -> set[str]:
+        """Names of weights to copy from now on, by what the last place's graphs took; none where graphs are kept."""
         last, graphs = next(reversed(self._graphs.items()))
         self._say(f"the CUDA graphs of one weight slot take {size(graphs.nbytes)} of the GPU so far")
         moving = {name for name, _ in where - last}
         weights = {it.data_ptr(): it.nbytes for name, it in self._model.named_parameters() if name in moving}
         more, copied = graphs.nbytes * max(1, SLOTS - len(self._graphs)), sum(weights.values())
         free, total = _free_memory(self._model.device)
-        if copies_instead(graphs=more, weights=copied, free=free, total=total):
-            self._say(
-                f"each version is copied to {size(copied)}: {size(free)} are free, and {size(more)} of graphs to come"
-            )
-            self._moving = moving
-        return bool(self._moving)
+        if not copies_instead(graphs=more, weights=copied, free=free, total=total):
+            return set()
+        self._say(f"versions are copied ({size(copied)}): {size(free)} are free, and {size(more)} of graphs to come")
+        return moving
 
     @property
     def _batch(self) -> FixedBatch:

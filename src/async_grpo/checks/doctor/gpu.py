@@ -117,8 +117,7 @@ def presence(found: DriverReport, env: Mapping[str, str] = os.environ) -> Findin
 def modes(found: DriverReport, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Name GPUs that do not admit several processes. `nvidia-smi` does not count within CUDA_VISIBLE_DEVICES."""
     for index, mode in enumerate(found.compute_modes):
-        (name,) = physical_gpus([str(index)], env)
-        command = f"nvidia-smi -i {name} -c DEFAULT"
+        command = f"nvidia-smi -i {physical_gpus([str(index)], env)[0]} -c DEFAULT"
         if mode == EXCLUSIVE:
             yield warning(
                 f"GPU {index}",
@@ -133,10 +132,8 @@ def mps(found: DriverReport, env: Mapping[str, str] = os.environ, root: Path = P
     """Say whether NVIDIA's MPS can let processes compute on a GPU at the same time. No option of a run starts it."""
     defaults = {"CUDA_MPS_PIPE_DIRECTORY": "tmp/nvidia-mps", "CUDA_MPS_LOG_DIRECTORY": "var/log/nvidia-mps"}
     pipe, log = (Path(env.get(name, root / default)) for name, default in defaults.items())
-    closed = [str(folder) for folder in (pipe, log) if not os.access(nearest_existing(folder), os.W_OK)]
-    inside = any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
-    alive = [each.info for each in psutil.process_iter(["name", "status"]) if each.info["status"] != "zombie"]
-    if any((process["name"] or "").startswith("nvidia-cuda-mps") for process in alive):
+    closed = " and ".join(str(it) for it in (pipe, log) if not os.access(nearest_existing(it), os.W_OK))
+    if mps_processes():
         said = "a daemon runs already, and lets processes that find it compute at the same time"
     elif (pipe / "control").exists():
         said = f"{pipe} is a daemon's, which runs in another container or has died"
@@ -145,10 +142,16 @@ def mps(found: DriverReport, env: Mapping[str, str] = os.environ, root: Path = P
     elif PROHIBITED in found.compute_modes:
         said = "not possible on a GPU in prohibited mode"
     else:
-        said = f"possible{' for processes of this container' if inside else ''}, no daemon runs"
-    if said.startswith("possible") and closed:
-        said += f"; without the right to write to {' and '.join(closed)}, set {' and '.join(defaults)}"
+        rights = f"; without the right to write to {closed}, set {' and '.join(defaults)}" if closed else ""
+        contained = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+        said = f"possible{' for processes of this container' if contained else ''}, no daemon runs{rights}"
     return ok("MPS", said)
+
+
+def mps_processes() -> list[psutil.Process]:
+    """Find the daemons of NVIDIA's MPS and their servers; one that died, and that nobody waited for, is none."""
+    alive = (it for it in psutil.process_iter(["name", "status"]) if it.info["status"] != psutil.STATUS_ZOMBIE)
+    return [it for it in alive if (it.info["name"] or "").startswith("nvidia-cuda-mps")]
 
 
 def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
@@ -172,8 +175,7 @@ def _measure(writer: str, reader: str, way: str) -> dict[str, Any]:
     """Ask two processes, each of which sees its own GPU alone, as a server and a worker do."""
     seen = ["cuda:0" if device.startswith("cuda") else device for device in (writer, reader)]
     question = {"way": way, "writer": seen[0], "reader": seen[1], "reader_sees": _sees(reader)}
-    env = {**os.environ, **_sees(writer)}
-    found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env=env)
+    found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env={**os.environ, **_sees(writer)})
     return found
 
 
