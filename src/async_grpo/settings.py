@@ -166,6 +166,13 @@ def positive_seconds(text: str) -> float:
     return seconds
 
 
+def address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
+    return text
+
+
 def _at_least(text: str, least: int) -> int:
     if not text.lstrip("-").isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
@@ -426,6 +433,19 @@ class LaunchSettings:
         type=file_or_none,
         metavar="FILE",
     )
+    machine_rank: int | None = setting(
+        None,
+        "which machine of the trainer this is, where the accelerate configuration has several (num_machines); the same "
+        "command runs on each (default: the file's machine_rank)",
+        type=not_negative,
+        metavar="R",
+    )
+    main_process: str | None = setting(
+        None,
+        "address of machine 0 that the others reach (default: the file's main_process_ip and main_process_port)",
+        type=address,
+        metavar="HOST:PORT",
+    )
     worker_timeout: float = setting(
         600.0,
         "a worker with a job that decodes no token and scores no group for S seconds is killed and started again "
@@ -456,7 +476,7 @@ class LaunchSettings:
         metavar="N",
     )
     node_wait: float = setting(
-        60.0, "with --ray: seconds that the start waits for machines (default: 60)", type=positive_seconds, metavar="S"
+        60.0, "seconds that the start waits for other machines (default: 60)", type=positive_seconds, metavar="S"
     )
     node_dir: str | None = setting(
         None, "with --ray: folder on a local disk of each node for its run directory (default: $TMPDIR)", metavar="DIR"

@@ -1,19 +1,102 @@
 """Starts the parameter server as several processes: `python -m async_grpo.launch.accelerate_entry PID CONFIG server …`.
 
 `accelerate launch`, held to the life of the launcher with process id PID: accelerate's own command would outlive it.
+On several machines, this process of machine 0 holds the store that `training.machines` meets in, and each other machine
+has `join` in the place of a launcher.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from async_grpo.setup.accelerate_config import AccelerateConfig
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.run_plan import RunPlan
+from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
+from async_grpo.setup.generated.sent_function import VARIABLE
 from async_grpo.setup.process import end_with_parent
+from async_grpo.training import machines
+from async_grpo.training.machines import Heartbeat, Place
+from async_grpo.version import versions
+
+_EQUAL = ("async-grpo", "torch", "transformers", "trl", "accelerate", "peft")  # on all machines
+
+
+def check_place(plan: RunPlan) -> Place | None:
+    """Which of the trainer's machines this is; None where there is one.
+
+    Raises:
+        UsageError: the command line or the accelerate configuration does not say it, or cannot mean it.
+    """
+    config, launch = plan.launch.accelerate_config, plan.launch
+    ranks = AccelerateConfig() if config is None else AccelerateConfig.read(config)
+    if ranks.machines == 1:
+        if launch.machine_rank is not None or launch.main_process is not None:
+            raise UsageError(
+                "--machine-rank, --main-process: the trainer is on one machine. Name the number of machines "
+                "(num_machines) in the file of --accelerate-config, or leave this out."
+            )
+        return None
+    number = ranks.machine if launch.machine_rank is None else launch.machine_rank
+    place = Place(number, ranks.machines, launch.main_process or ranks.main_process)
+    if not place.address:
+        raise UsageError(f"{config} has {ranks.machines} machines: say where machine 0 is, --main-process HOST:PORT.")
+    if number >= ranks.machines or ranks.processes % ranks.machines:
+        raise UsageError(
+            f"{config} has {ranks.machines} machines and {ranks.processes} processes, and this is machine {number}. "
+            "Machines count from 0, and each has as many of the processes (num_processes counts all)."
+        )
+    if ranks.kind == DEEPSPEED:
+        raise UsageError("DeepSpeed on several machines is not supported. FSDP2 shards as ZeRO-3 does: take that.")
+    if plan.trl is not None or VARIABLE in os.environ:
+        raise UsageError(
+            "A trainer on several machines needs a setup file with get_trainer(), which each machine has: the "
+            "arguments of `trl grpo`, and functions from Python, are of this one. `async-grpo init` writes one."
+        )
+    return place
+
+
+def join(root: Path, plan: RunPlan, place: Place) -> int:
+    """Be another machine of the trainer, from the roll call to the end of the training.
+
+    Args:
+        root: of the run on machine 0; the folder with this machine's own record has its number in its name.
+        plan: what this machine's command line says.
+
+    Raises:
+        UsageError: machine 0 is not there, or has refused.
+    """
+    wait_s = plan.launch.node_wait
+    print(f"machine {place.machine} of {place.machines}: asking {place.address}", flush=True)
+    store = machines.reach(place, wait_s)
+    answer = machines.answer_roll(store, place, _about(plan), wait_s)
+    state = shaped(RunState, answer["state"])
+    theirs = state.plan
+    launch = replace(theirs.launch, accelerate_config=plan.launch.accelerate_config, machine_rank=place.machine)
+    own = replace(theirs, config=plan.config, launch=launch, master_device=plan.master_device)
+    run = RunDir(make_folder(root.with_name(f"{root.name}-machine{place.machine}")))
+    run.write_state(replace(state, plan=own, **run.where_it_is()))
+    print(f"run {state.run_id} of {answer['name']} ({place.address}); this machine's record: {run.root}", flush=True)
+    code = _start_ranks(own, ["server", "--run-dir", str(run.root)], place, answer["port"])
+    print("the training has ended" if code == 0 else "this machine's ranks have failed", flush=True)
+    return code
+
+
+def _about(plan: RunPlan) -> dict[str, Any]:
+    """What machine 0 compares."""
+    setup = sha256(plan.config.read_bytes()).hexdigest()
+    return {"name": socket.gethostname(), "versions": versions(*_EQUAL), "setup": setup}
 
 
 def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
@@ -22,25 +105,56 @@ def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
     return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
 
 
-def main(arguments: Sequence[str]) -> int:
-    parent_pid, config, *command = arguments
-    end_with_parent(int(parent_pid))
-
+def _start_ranks(plan: RunPlan, command: Sequence[str], place: Place | None, port: int) -> int:
+    """Run this machine's ranks to their end; their exit code."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    ranks = ["--config_file", config, "--main_process_port", "0"]  # 0: any that is free
-    ranks += _gpu_options(Path(config), os.environ)
+    config = plan.launch.accelerate_config
+    assert config is not None, "there are ranks"
+    ranks = ["--config_file", str(config), "--main_process_port", str(port), *_gpu_options(config, os.environ)]
     launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
+    heartbeat = None
+    if place is not None:
+        ranks += ["--machine_rank", str(place.machine), "--main_process_ip", place.host]
+        os.environ.update({machines.ADDRESS: place.address, **machines.interface_of(place, os.environ)})
+        heartbeat = Heartbeat.of_machine(place)
     try:
         launch_command(launch_command_parser().parse_args([*ranks, *launched]))
     except SignalException as stopped:
         return 0 if stopped.sigval in (signal.SIGTERM, signal.SIGINT) else 1
     except ChildFailedError as failed:  # each rank has said why in the log
-        _, failure = failed.get_first_failure()
+        rank, failure = failed.get_first_failure()
+        if heartbeat is not None:
+            heartbeat.say_ended(f"rank {rank}", f"ended with exit code {failure.exitcode}")
         return abs(failure.exitcode)
+    if heartbeat is not None:
+        heartbeat.leave()
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parent_pid, root, *command = arguments
+    end_with_parent(int(parent_pid))
+    state, port = RunDir(Path(root)).state_of(None), 0  # 0: any that is free
+    place = check_place(state.plan)
+    if place is not None:
+        try:
+            store, port = machines.hold(place), _free_port(place.host)
+            run = {"state": as_json(state), "port": port, "name": socket.gethostname()}
+            machines.call_roll(store, place, _about(state.plan), run, state.plan.launch.node_wait)
+        except AsyncGRPOError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+    return _start_ranks(state.plan, command, place, port)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 if __name__ == "__main__":

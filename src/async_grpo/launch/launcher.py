@@ -72,7 +72,8 @@ class _Launch:
         self._has_lost_nodes = False
         self._folder, self._memory = FolderWatch(run.root), MemoryWatch()
         needed = self._needs_workers
-        run.nodes.unlink(missing_ok=True)  # of the run that this one resumes
+        for machines in (run.nodes, run.ranks):  # of the run that this one resumes
+            machines.unlink(missing_ok=True)
         env = _environment(plan)
         workers = [worker_child(plan, run, number, needed, env) for number in range(1, plan.num_workers + 1)]
         if plan.launch.ray is not None:
@@ -243,7 +244,7 @@ def _server(plan: RunPlan, run: RunDir) -> Child:
     command = _command("server", run)
     if plan.launch.accelerate_config is not None:
         entry = [sys.executable, "-Pm", "async_grpo.launch.accelerate_entry"]
-        command = [*entry, str(os.getpid()), str(plan.launch.accelerate_config), "server", "--run-dir", str(run.root)]
+        command = [*entry, str(os.getpid()), str(run.root), "server", "--run-dir", str(run.root)]
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))  # else it kills ranks after 30 s
     return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s)
 

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +46,7 @@ from async_grpo.settings import CPU
 from async_grpo.setup.devices import threads_per_process
 from async_grpo.setup.process import end_with_parent, path_to_us
 from async_grpo.telemetry.activity import LOADING, SCORING, STARTING, read_activity
+from async_grpo.version import versions
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:
@@ -328,21 +328,10 @@ def facts() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "boot_id": boot_id(),
-        "versions": {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": versions(*PACKAGES),
         "cpu": _cpu(),
         "gpus": _gpus(),
     }
-
-
-def _version(name: str) -> str:
-    if name == "async-grpo":
-        from async_grpo.version import __version__
-
-        return __version__
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _cpu() -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError, reason_of
+from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, RunDirError, UsageError, reason_of
 from async_grpo.evals.eval_ledger import before_and_after
 from async_grpo.log import logger
 from async_grpo.rundir import paths as runs
@@ -35,8 +35,10 @@ from async_grpo.setup.process import (
 )
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
+from async_grpo.telemetry.ranks_file import write_ranks
 from async_grpo.telemetry.stalls import StallReporter
 from async_grpo.telemetry.trackers import name_for_wandb, name_run
+from async_grpo.training.machines import Heartbeat
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -65,7 +67,7 @@ def run_parameter_server(options: ServerOptions) -> str:
     if options.rank > 0:
         stop.defer()  # rank 0 gets the signal too, and decides when to end
         write_stacks_on_signal(RunDir(options.run_dir).stacks(f"rank{options.rank}"))
-        return _follow(options)
+        return _follow(options, stop)
     run = RunDir(options.run_dir)
     with server_of(run, "parameter server") as (lock, state), FolderWatch(run.root).explained():
         return _serve(options, run, state, stop, lock)
@@ -113,13 +115,15 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     StallReporter(activity, run.root, stall_s).start()
     logger.info("parameter server on {}: loading {}", device, options.plan.config)
     show_library_warnings()
+    failed, report = partial(_note_failure, run, state), partial(write_ranks, run.ranks)
+    heartbeat = Heartbeat.of_rank(stop=stop, failed=failed, report=report)
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.last_weights import keep_last_weights
 
     keep_last_weights(trainer, run, lambda: stop.requested)
 
-    ranks = _ranks(trainer)
+    ranks = _ranks(trainer, heartbeat)
     try:
         training = training_of(trainer, run, state, options.plan.training, stop, ranks=ranks, lock=lock)
     except AsyncGRPOError:
@@ -141,7 +145,7 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
                     should_stop=lambda: stop.requested or result == runs.FAILED,
                 )
     if ranks is not None:
-        ranks.wait_for_all()  # one that left early would look as if it had died
+        ranks.leave()
     return result
 
 
@@ -178,15 +182,21 @@ def training_of(
     return AsyncTraining(parts)
 
 
-def _follow(options: ServerOptions) -> str:
+def _note_failure(run: RunDir, state: RunState, why: str) -> None:
+    with suppress(AsyncGRPOError, OSError):
+        run.update_state(of=state.run_id, state=runs.FAILED, why=why[:MOST_OF_A_REASON])
+
+
+def _follow(options: ServerOptions, stop: StopRequest) -> str:
     """Train as any rank but the parameter server's; returns when rank 0 has ended the training."""
+    heartbeat = Heartbeat.of_rank(stop=stop)
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.distributed import Follower
         from async_grpo.training.last_weights import keep_last_weights
         from async_grpo.training.rollout_source import StopTraining
 
-    ranks = _ranks(trainer)
+    ranks = _ranks(trainer, heartbeat)
     if ranks is None:
         raise UsageError(
             f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.plan.config} "
@@ -195,7 +205,7 @@ def _follow(options: ServerOptions) -> str:
     keep_last_weights(trainer, RunDir(options.run_dir))
     with suppress(StopTraining):  # rank 0 refuses to train, and says why
         Follower(trainer, ranks, options.plan.training).train()
-        ranks.wait_for_all()
+        ranks.leave()
     return runs.FINISHED
 
 
@@ -213,7 +223,7 @@ def _load(options: ServerOptions) -> GRPOTrainer:
     return trainer
 
 
-def _ranks(trainer: GRPOTrainer) -> Ranks | None:
+def _ranks(trainer: GRPOTrainer, heartbeat: Heartbeat | None) -> Ranks | None:
     """The other processes of the trainer, None where it is alone."""
     if trainer.args.world_size == 1:
         return None
@@ -221,7 +231,7 @@ def _ranks(trainer: GRPOTrainer) -> Ranks | None:
     from async_grpo.training.trl_trainer import name_the_cpu
 
     name_the_cpu(trainer)
-    return Ranks()
+    return Ranks(heartbeat)
 
 
 def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: float) -> dict[str, Any]:

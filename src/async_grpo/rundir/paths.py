@@ -14,6 +14,7 @@ worker/
   last_weights/                 of a run from Python: its last weights, where no checkpoint has them
   evaluated.json  comparison.json             of `evaluate`: whose weights, and one model less the other
   hyperparameters.json          what the trainer was set to; no secrets
+  ranks.json                    the trainer's ranks, where it is on several machines
   nodes.json                    the machines of a run with --ray; log_nodes.txt, log_node_NAME.txt
   board/                        what `async-grpo board` made of the files above
 """
@@ -34,13 +35,13 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 
 SERVER = "server"  # the parameter server, as a process of the run
-FORMAT = 4
+FORMAT = 5
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
 KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the run was started from Python
 ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
-    *("consumed.jsonl", "chosen.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
+    *("consumed.jsonl", "chosen.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json", "ranks.json"),
     *("hyperparameters.json", "last_weights", "last_weights.part", "trainer_states.jsonl", "nodes.json", "run.json"),
     *(SERVER_LOCK, "generator.lock", "refused.json", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
@@ -109,6 +110,7 @@ class RunDir:
         self.hyperparameters = self.root / "hyperparameters.json"
         self.board = self.root / "board"
         self.nodes = self.root / "nodes.json"
+        self.ranks = self.root / "ranks.json"
         self.last_weights = self.root / "last_weights"
 
     @property

@@ -16,7 +16,10 @@ DDP, FSDP, DEEPSPEED = "MULTI_GPU", "FSDP", "DEEPSPEED"
 class AccelerateConfig:
     """The fields that decide how many processes there are, where, and what they share."""
 
-    processes: int = 1
+    processes: int = 1  # on all machines
+    machines: int = 1
+    machine: int = 0  # which of them this is, and
+    main_process: str = ""  # HOST:PORT of machine 0, where the file says so
     kind: str = DDP
     gpus: tuple[str, ...] = ()  # of the ranks; empty: all that are visible
     fsdp_version: int = 1
@@ -32,8 +35,13 @@ class AccelerateConfig:
         try:
             found = yaml.safe_load(path.read_bytes())
             gpus = str(found.get("gpu_ids", "all"))
+            host, port = found.get("main_process_ip"), found.get("main_process_port")
+            main_process = f"{host}:{port}" if host and port else ""
             return cls(
                 processes=int(found.get("num_processes", 1)),
+                machines=int(found.get("num_machines", 1)),
+                machine=int(found.get("machine_rank", 0)),
+                main_process=main_process,
                 kind=str(found.get("distributed_type", DDP)).upper(),
                 gpus=()
                 if gpus in ("all", "None")

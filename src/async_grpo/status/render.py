@@ -157,6 +157,8 @@ def _outcome(view: RunView) -> Text:
 
 def _conclusions(view: RunView) -> Iterator[Text]:
     yield from map(_node, view.nodes) if view.live else ()
+    for name, rank in view.ranks.items() if view.live else ():
+        yield _plain(f"{name}: {'has left' if rank.left else rank.doing}, step {rank.step}", "dim")
     for stall in view.stalls:
         yield _plain(stall, "bold yellow")
     if view.tips:

@@ -20,6 +20,7 @@ from async_grpo.status.processes import Processes, ProcessView, look_at_processe
 from async_grpo.telemetry import run_log
 from async_grpo.telemetry.activity import ENDING, TRAINING, ActivityRecord
 from async_grpo.telemetry.nodes_file import NodeRecord, read_nodes
+from async_grpo.telemetry.ranks_file import Beat, read_ranks
 from async_grpo.telemetry.run_log import Rates
 from async_grpo_ipc.errors import IPCError
 
@@ -75,6 +76,7 @@ class RunView:
     workers_busy: float | None  # mean share of the last minute
     bottleneck: str
     nodes: tuple[NodeRecord, ...]  # other machines of the run
+    ranks: dict[str, Beat]  # of the trainer, where it is on several machines, by name
     stalls: tuple[str, ...]  # one sentence for each process that is stalled
     tips: str  # the warning that the policy runs away from its rollouts; empty without one
     jobs_quarantined: int
@@ -145,6 +147,7 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         workers_busy=shares.workers_busy if shares else None,
         bottleneck=diagnosis.bottleneck(processes, shares, state) if training else "",
         nodes=nodes.nodes if (nodes := read_nodes(run.nodes)) is not None else (),
+        ranks=read_ranks(run.ranks),
         stalls=processes.stalls(),
         tips=state.tips,
         jobs_quarantined=counts.quarantined,

@@ -30,7 +30,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from async_grpo.errors import PeerDiedError
+from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.settings import TrainingSettings
@@ -42,6 +42,7 @@ from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
+from async_grpo.training.machines import SILENT_S, Heartbeat
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.sharding import sharding_of
@@ -72,13 +73,15 @@ class Message(IntEnum):
 class Ranks:
     """The messages between the ranks. Every rank makes one, after its trainer has set `torch.distributed` up.
 
-    Every method raises `PeerDiedError` when a rank has died.
+    Every method raises `PeerDiedError` when a rank has died. Where one of another machine has, the heartbeat ends the
+    process, and says which.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat: Heartbeat | None = None) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MESSAGE_TIMEOUT_S))
         self.rank = dist.get_rank()
-        self._processes = self._meet()
+        self._heartbeat = heartbeat
+        self._here = self._meet()
 
     def send(self, message: Message, payload: bytes = b"") -> None:
         """Rank 0: send a message to all; returns when all have received it."""
@@ -103,7 +106,7 @@ class Ranks:
 
     def check_alive(self) -> None:
         """Raise `PeerDiedError` when a rank has died; costs microseconds, so every wait can ask."""
-        dead = [(rank, process.pid) for rank, process in enumerate(self._processes) if not is_alive(process)]
+        dead = [(rank, process.pid) for rank, process in self._here.items() if not is_alive(process)]
         if not dead:
             return
         rank, pid = (", ".join(map(str, numbers)) for numbers in zip(*dead, strict=True))
@@ -113,17 +116,50 @@ class Ranks:
         raise PeerDiedError(f"{what} in the log above. Start again with --resume.")
 
     def blame(self) -> None:
-        """As `check_alive`, after communication has failed: a dying process may take a moment to end."""
-        deadline = time.monotonic() + DYING_S
+        """As `check_alive`, after communication has failed: a dying process takes a moment to end, or to be missed."""
+        deadline = time.monotonic() + (DYING_S if self._heartbeat is None else SILENT_S + DYING_S)
         while time.monotonic() < deadline:
             self.check_alive()
             time.sleep(DYING_POLL_S)
 
-    def _meet(self) -> Sequence[psutil.Process]:
+    def prove_shared(self, folder: Path) -> list[int]:
+        """Return the ranks that see nothing of what the others write into `folder`. Every rank calls this.
+
+        They are known on all; none is asked where the trainer is on one machine.
+        """
+        blind = torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
+        if self._heartbeat is not None:
+            if self.rank == LEADER:
+                folder.mkdir(parents=True, exist_ok=True)
+            self.wait_for_all()
+            proofs = [folder / f".seen-by-rank-{rank}" for rank in range(len(blind))]
+            with suppress(OSError):
+                proofs[self.rank].touch()
+            self.wait_for_all()
+            blind[self.rank] = not all(proof.exists() for proof in proofs)
+            self._guarded(lambda: dist.all_reduce(blind, group=self._group))
+            proofs[self.rank].unlink(missing_ok=True)
+        return [int(rank) for rank in blind.nonzero()]
+
+    def says(self, doing: str, step: int | None = None) -> None:
+        """Note for `status` what this rank does."""
+        if self._heartbeat is not None:
+            self._heartbeat.mine.doing = doing
+            self._heartbeat.mine.step = self._heartbeat.mine.step if step is None else step
+
+    def leave(self) -> None:
+        """End in good order, when every rank does."""
+        self.wait_for_all()  # one that left early would look as if it had died
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
+
+    def _meet(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks on this machine, by rank."""
         pids = torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
         pids[self.rank] = os.getpid()
         dist.all_reduce(pids, group=self._group)
-        return [psutil.Process(pid) for pid in pids.tolist()]
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", len(pids)))
+        return {rank: psutil.Process(int(pids[rank])) for rank in range(len(pids)) if rank // here == self.rank // here}
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         self._guarded(lambda: dist.broadcast(tensor, src=LEADER, group=self._group))
@@ -169,6 +205,12 @@ class Leader:
         """Let the other ranks train from `checkpoint`, and write theirs where this rank does."""
         paths = [checkpoint, folder.path, folder.staging]
         self._send(Message.START, json.dumps([path and str(path) for path in paths]).encode())
+        if self._ranks is not None and (blind := self._ranks.prove_shared(folder.path)):
+            raise UnsupportedError(
+                f"Ranks {', '.join(map(str, blind))} do not see what the others write into {folder.path}. Ranks of "
+                "several machines write a checkpoint together, and each reads it: let output_dir of the GRPOConfig be "
+                "a folder that all machines share."
+            )
 
     def gather(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` with parameters that are sharded over the ranks."""
@@ -224,6 +266,8 @@ class Follower(TrainingEvents):
         if checkpoint is not None and checkpoints.batch_file(checkpoint).exists():
             self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
         self._trainer.args.output_dir = str(output_dir)
+        if self._ranks.prove_shared(output_dir):
+            raise StopTraining  # rank 0 says why
         try:
             trl_trainer.fit(self._trainer, resume_from=checkpoint)
         except RuntimeError:  # torch.distributed's own, where a rank died in the middle of a step
@@ -237,6 +281,7 @@ class Follower(TrainingEvents):
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
         count = groups_per_round(self._trainer)
+        self._ranks.says("trains", step=version)
         return [decode_group(self._until(Message.GROUP)) for _ in range(count)]
 
     def step_done(self) -> bool:
@@ -255,7 +300,9 @@ class Follower(TrainingEvents):
 
     def _until(self, awaited: Message) -> bytes:
         while True:
+            self._ranks.says("waits for rank 0")
             message, payload = self._ranks.receive()
+            self._ranks.says("trains")
             if message is awaited:
                 return payload
             if message is Message.STOP:

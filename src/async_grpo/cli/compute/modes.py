@@ -59,7 +59,7 @@ def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], s
         yield _OF_EVALUATIONS, "--eval-every 0 evaluates nothing. Leave this out, or give --eval-every a number."
     if getattr(args, "ray", None) is None:
         yield (
-            ("nodes", "workers_per_node", "node_wait", "node_dir"),
+            ("nodes", "workers_per_node", "node_dir"),
             "without --ray all processes are here. Give --ray auto (or local, to try it), or leave this out.",
         )
         if getattr(args, "num_workers", None) == 0:

@@ -26,7 +26,10 @@ from async_grpo.setup.generator_choice import ENGINES, HF, choose_generator, ref
 if TYPE_CHECKING:
     from async_grpo.deltas.callback import DeltaCallback
 
-IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config", "ray"}
+IMPLY_DISTRIBUTED = {
+    *("distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config", "ray"),
+    *("machine_rank", "main_process"),
+}
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
   async-grpo train my_trainer.py --device 0 --run-dir trl    the same, with its metrics in trl/, and continued by
@@ -78,7 +81,7 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
-    use_arguments(args, begun := options.run_to_resume(args))
+    use_arguments(args, begun := None if args.machine_rank else options.run_to_resume(args))
     if begun is not None:
         args = options.resumed(args, begun)
         if options.nothing_to_do(args, begun):
@@ -194,6 +197,7 @@ def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: 
 
 
 def _distributed(args: argparse.Namespace) -> int:
+    from async_grpo.launch.accelerate_entry import check_place, join
     from async_grpo.launch.launcher import launch
 
     if args.device is not None:
@@ -215,12 +219,15 @@ def _distributed(args: argparse.Namespace) -> int:
         from async_grpo.nodes.request import check_request
 
         check_request(plan)
+    place = check_place(plan)
     log_level(args.log_level)
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_distributed
 
         plan_distributed(args.run_dir.absolute(), plan, args.gpu_memory)
         return 0
+    if place is not None and place.machine > 0:
+        return join(args.run_dir.absolute(), plan, place)
     return launch(args.run_dir.absolute(), plan)
 
 

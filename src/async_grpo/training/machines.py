@@ -1,0 +1,315 @@
+"""A trainer on several machines: who is there when it starts, and which rank or machine falls silent.
+
+`accelerate` starts the ranks of each machine, and torch.distributed carries what they compute. This is what both lack:
+a start that names who is missing or differs, and an end within seconds where a rank, a machine or the link is gone. All
+of it is a TCPStore of torch's, at the address of `--main-process`, held by the process that starts machine 0's ranks.
+
+    at the start   each machine tells its name, versions and setup file; machine 0 answers with the run, or why not
+    meanwhile      each rank, and what starts the ranks of each machine, sets its beat; each rank looks at all others'
+
+The store has no authentication, as torch.distributed has none: the network between the machines is trusted. What is
+read from it is JSON. It listens on the named address alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from async_grpo.errors import BadFileError, PeerDiedError, UsageError
+from async_grpo.rundir.shape import shaped
+from async_grpo.setup.process import StopRequest, leave_at_once
+from async_grpo.telemetry.ranks_file import Beat
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ADDRESS = "ASYNC_GRPO_MAIN_PROCESS"  # of the environment of ranks of several machines
+BEAT_S = 1.0
+SILENT_S = 25.0  # then a rank or machine counts as gone: the others have ended within 30 s
+ANSWER_S = 10.0  # of the store
+_ENDED, _ANSWER = "ended", "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of how many machines this is, and where they meet."""
+
+    machine: int
+    machines: int
+    address: str  # HOST:PORT of machine 0
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+def hold(place: Place) -> Store:
+    """The store of machine 0. `UsageError`: the address is not this machine's, or is taken."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((place.host, place.port))
+        listening.listen(socket.SOMAXCONN)
+    except OSError as error:
+        raise UsageError(
+            f"--main-process {place.address}: machine 0 cannot listen there ({error.strerror}). Name an address of "
+            "machine 0 that the others reach, and a port that is free."
+        ) from error
+    return _store(place, listening.detach())
+
+
+def reach(place: Place, wait_s: float) -> Store:
+    """The store of machine 0, from another process. `UsageError`: it has not answered in this time."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=ANSWER_S).close()
+            return _store(place)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--main-process {place.address}: machine 0 has not answered within {wait_s:g} s ({error}). Start "
+                    "it there with --machine-rank 0, and see that the port can be reached from here."
+                ) from error
+        time.sleep(BEAT_S)
+
+
+def _store(place: Place, listening: int | None = None) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there, and not exported
+
+    store: Store = TCPStore(
+        place.host,
+        place.port,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=ANSWER_S),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+    return store
+
+
+def call_roll(store: Store, place: Place, mine: Mapping[str, Any], run: Mapping[str, Any], wait_s: float) -> None:
+    """Machine 0: wait for the others, compare what they have, and answer with the run.
+
+    Args:
+        mine: {"name": of the machine, and what must be equal on all: "versions" and "setup"}.
+
+    Raises:
+        UsageError: one is missing, or differs. Those that are there hear the same.
+    """
+    store.set(_about(0), json.dumps(mine))
+    try:
+        _compare(mine, _all_there(store, place, wait_s))
+    except UsageError as refusal:
+        store.set(_ANSWER, json.dumps({"refused": str(refusal)}))
+        time.sleep(2 * BEAT_S)  # the store ends with this process
+        raise
+    store.set(_ANSWER, json.dumps(run))
+
+
+def answer_roll(store: Store, place: Place, mine: Mapping[str, Any], wait_s: float) -> dict[str, Any]:
+    """Another machine: say that it is here, and return the run of machine 0.
+
+    Raises:
+        UsageError: what machine 0 has refused, or there is such a machine already.
+        PeerDiedError: machine 0 has ended.
+    """
+    if store.add(f"taken/{place.machine}", 1) > 1:
+        raise UsageError(f"--machine-rank {place.machine}: another machine has said so. Each has a number of its own.")
+    store.set(_about(place.machine), json.dumps(mine))
+    deadline = time.monotonic() + wait_s + ANSWER_S
+    try:
+        while not store.check([_ANSWER]):
+            if time.monotonic() > deadline:
+                raise UsageError(f"Machine 0 has not begun within {wait_s:g} s. Its own output says why.")
+            time.sleep(BEAT_S / 4)
+        found: dict[str, Any] = json.loads(store.get(_ANSWER))
+    except RuntimeError as error:
+        raise PeerDiedError(f"Machine 0 ({place.address}) has ended before the start. Its own output says why.") from (
+            error
+        )
+    if "refused" in found:
+        raise UsageError(str(found["refused"]))
+    return found
+
+
+def _all_there(store: Store, place: Place, wait_s: float) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + wait_s
+    while missing := [number for number in range(place.machines) if not store.check([_about(number)])]:
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"{place.machines} machines were asked for (num_machines), and of --machine-rank "
+                f"{', '.join(map(str, missing))} nothing was heard within {wait_s:g} s (--node-wait). Start the same "
+                f"command there with --machine-rank {missing[0]} --main-process {place.address}."
+            )
+        time.sleep(BEAT_S / 4)
+    return [json.loads(store.get(_about(number))) for number in range(place.machines)]
+
+
+def _compare(mine: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
+    for number, other in enumerate(found):
+        who = f"Machine {number} ({other['name']})"
+        for name, version in mine["versions"].items():
+            if (theirs := other["versions"].get(name, "")) != version:
+                raise UsageError(
+                    f"{who} has {name} {theirs or '(not installed)'}, and machine 0 {version or '(not installed)'}. "
+                    "Install the same on all."
+                )
+        if other["setup"] != mine["setup"]:
+            raise UsageError(f"{who} has another setup file than machine 0. Copy it there: all build one trainer.")
+
+
+def _about(number: int) -> str:
+    return f"machine/{number}"
+
+
+def interface_of(place: Place, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that let gloo and NCCL use the interface that leads to machine 0, unless `env` names one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, place.port))
+        mine = probe.getsockname()[0]
+    found = [name for name, addresses in psutil.net_if_addrs().items() if any(it.address == mine for it in addresses)]
+    return {name: found[0] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if found and name not in env}
+
+
+@dataclass
+class _Other:
+    """What was heard of a rank or machine."""
+
+    beat: Beat = field(default_factory=Beat)
+    heard_s: float = 0.0  # monotonic, when `count` changed
+
+    def is_missed(self, now: float) -> bool:
+        return bool(self.beat.count) and not self.beat.left and now - self.heard_s > SILENT_S
+
+
+class Heartbeat:
+    """Says that a rank lives, or what starts the ranks of a machine; ends a rank where another does not.
+
+    The main thread may be in a collective that nobody answers any more, which nothing interrupts. So the thread that
+    finds out says why on standard error, and ends the process.
+
+    Args:
+        me: a rank or a machine, as people read it.
+        store: nobody else may use this connection.
+        watched: all ranks and machines; none: nobody is missed.
+        stop: set where any rank was asked to end.
+        failed: told the reason before the process ends.
+        report: told what all others said, once a beat.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        me: str,
+        store: Store,
+        watched: Sequence[str] = (),
+        *,
+        stop: StopRequest | None = None,
+        failed: Callable[[str], None] = lambda why: None,
+        report: Callable[[Mapping[str, Beat]], None] = lambda beats: None,
+    ) -> None:
+        self.mine = Beat()
+        self._place, self._me, self._store = place, me, store
+        self._stop, self._failed, self._report = stop, failed, report
+        self._others = {name: _Other() for name in watched if name != me}
+        self._answered_s = time.monotonic()
+        for loop in (self._exchange, self._judge):
+            threading.Thread(target=loop, name="heartbeat", daemon=True).start()
+
+    @classmethod
+    def of_machine(cls, place: Place) -> Heartbeat:
+        """That of the process that starts this machine's ranks."""
+        return cls(place, _name(place.machine, socket.gethostname()), reach(place, ANSWER_S))
+
+    @classmethod
+    def of_rank(cls, env: Mapping[str, str] = os.environ, **options: Any) -> Heartbeat | None:
+        """That of this rank; None where the trainer is on one machine. `options`: as of this class."""
+        if (address := env.get(ADDRESS)) is None:
+            return None
+        machine, ranks, here = int(env["GROUP_RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+        place = Place(machine, ranks // here, address)
+        store = reach(place, ANSWER_S)
+        hosts = [json.loads(store.get(_about(number)))["name"] for number in range(place.machines)]
+        machines = [_name(number, host) for number, host in enumerate(hosts)]
+        names = [f"rank {rank} on {machines[rank // here]}" for rank in range(ranks)]
+        return cls(place, names[int(env["RANK"])], store, [*machines, *names], **options)
+
+    def say_ended(self, who: str, how: str) -> None:
+        """Tell all ranks that one of this machine has ended. The first that is told counts: others end by it."""
+        reach(self._place, ANSWER_S).compare_set(_ENDED, "", f"{who} on {self._me} {how}")
+        self.leave()
+
+    def leave(self) -> None:
+        """This process ends in good order: the others shall not miss it."""
+        self.mine.left = True
+        time.sleep(2 * BEAT_S)
+
+    def _exchange(self) -> None:
+        while True:
+            try:
+                self._beat()
+                self._answered_s = time.monotonic()
+            except (RuntimeError, ValueError, BadFileError):  # the store is gone, the link is down, or it is not ours
+                if self.mine.left:
+                    return
+            time.sleep(BEAT_S)
+
+    def _beat(self) -> None:
+        mine, stop = self.mine, self._stop
+        mine.count += 1
+        mine.stop = stop is not None and stop.requested
+        self._store.set(_beat(self._me), json.dumps(vars(mine)))
+        if self._others and self._store.check([_ENDED]):
+            self._end(self._store.get(_ENDED).decode())
+        now = time.monotonic()
+        for name, other in self._others.items():
+            if self._store.check([_beat(name)]):
+                beat = shaped(Beat, json.loads(self._store.get(_beat(name))))
+                if beat.count != other.beat.count:
+                    other.beat, other.heard_s = beat, now
+        if stop is not None and any(other.beat.stop for other in self._others.values()):
+            stop.requested = True
+        self._report({name: other.beat for name, other in self._others.items()})
+
+    def _judge(self) -> None:
+        while self._others and not self.mine.left:
+            now = time.monotonic()
+            if now - self._answered_s > SILENT_S:
+                self._end(f"machine 0 ({self._place.address}) cannot be reached for {SILENT_S:g} s")
+            missed = [name for name, other in self._others.items() if other.is_missed(now)]
+            if missed:  # a machine before its ranks
+                self._end(f"{min(missed)} has not answered for {SILENT_S:g} s")
+            time.sleep(BEAT_S)
+
+    def _end(self, why: str) -> None:
+        if self.mine.left:
+            return
+        self.mine.left = True
+        said = f"The trainer has lost a process: {why}. Start again with --resume, on the machines that are left."
+        print(f"error: {said}", file=sys.stderr, flush=True)
+        self._failed(said)
+        leave_at_once(PeerDiedError.exit_code)
+
+
+def _beat(name: str) -> str:
+    return f"beat/{name}"
+
+
+def _name(machine: int, host: str) -> str:
+    return f"machine {machine} ({host})"
