@@ -24,11 +24,11 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
+from async_grpo.setup.fingerprints import versions
 from async_grpo.setup.generated.sent_function import VARIABLE
-from async_grpo.setup.process import end_with_parent
+from async_grpo.setup.process import StopRequest, end_with_parent
 from async_grpo.training import machines
 from async_grpo.training.machines import Heartbeat, Place
-from async_grpo.version import versions
 
 _EQUAL = ("async-grpo", "torch", "transformers", "trl", "accelerate", "peft")  # on all machines
 
@@ -115,13 +115,17 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], place: Place | None, por
     assert config is not None, "there are ranks"
     ranks = ["--config_file", str(config), "--main_process_port", str(port), *_gpu_options(config, os.environ)]
     launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
-    heartbeat = None
+    asked, heartbeat = launch_command_parser().parse_args([*ranks, *launched]), None
     if place is not None:
-        ranks += ["--machine_rank", str(place.machine), "--main_process_ip", place.host]
+        asked.machine_rank, asked.main_process_ip = place.machine, place.host
         os.environ.update({machines.ADDRESS: place.address, **machines.interface_of(place, os.environ)})
-        heartbeat = Heartbeat.of_machine(place)
+        stop = StopRequest()
+        if place.machine > 0:  # Ctrl-C here stops the whole run: rank 0 hears of it, and writes a checkpoint first
+            asked.signals_to_handle = "SIGHUP"  # of others torch would end this machine's ranks
+            stop.install().defer()
+        heartbeat = Heartbeat.of_machine(place, stop)
     try:
-        launch_command(launch_command_parser().parse_args([*ranks, *launched]))
+        launch_command(asked)
     except SignalException as stopped:
         return 0 if stopped.sigval in (signal.SIGTERM, signal.SIGINT) else 1
     except ChildFailedError as failed:  # each rank has said why in the log

@@ -44,9 +44,9 @@ from async_grpo.rundir.shape import shaped
 from async_grpo.rundir.system_errors import sentence_of
 from async_grpo.settings import CPU
 from async_grpo.setup.devices import threads_per_process
+from async_grpo.setup.fingerprints import versions
 from async_grpo.setup.process import end_with_parent, path_to_us
 from async_grpo.telemetry.activity import LOADING, SCORING, STARTING, read_activity
-from async_grpo.version import versions
 from async_grpo_ipc.handle import PATH_VARIABLE
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 
 SERVER = "server"  # the parameter server, as a process of the run
-FORMAT = 5
+FORMAT = 4
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
 KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the run was started from Python

@@ -8,7 +8,7 @@ from typing import Any
 
 from async_grpo.settings import CPU, Eta, LaunchSettings, TrainingSettings, Way, WorkerSettings
 
-OF_ONE_START = ("resume", "overwrite")  # and of no later one
+OF_ONE_START = ("resume", "overwrite", "machine_rank", "main_process")  # and of no later one
 
 
 @dataclass(frozen=True, slots=True)

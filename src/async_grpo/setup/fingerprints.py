@@ -1,19 +1,36 @@
-"""What a run was begun with, in a line each: its model, and its training data in their order."""
+"""What a run was begun with: its model, its training data in their order, and the versions of packages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.formatting import counted
+from async_grpo.version import __version__
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 _ROWS = 512  # of a dataset, spread over it
 _NOT_COMPARED = ("image", "images")  # decoding them takes seconds
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The installed version of each package, empty where there is none, and Python's."""
+    return {"Python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def _version(name: str) -> str:
+    if name == "async-grpo":
+        return __version__
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def of_model(model: Any) -> str:

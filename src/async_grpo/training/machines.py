@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -233,9 +234,9 @@ class Heartbeat:
             threading.Thread(target=loop, name="heartbeat", daemon=True).start()
 
     @classmethod
-    def of_machine(cls, place: Place) -> Heartbeat:
+    def of_machine(cls, place: Place, stop: StopRequest) -> Heartbeat:
         """That of the process that starts this machine's ranks."""
-        return cls(place, _name(place.machine, socket.gethostname()), reach(place, ANSWER_S))
+        return cls(place, _name(place.machine, socket.gethostname()), reach(place, ANSWER_S), stop=stop)
 
     @classmethod
     def of_rank(cls, env: Mapping[str, str] = os.environ, **options: Any) -> Heartbeat | None:
@@ -252,7 +253,8 @@ class Heartbeat:
 
     def say_ended(self, who: str, how: str) -> None:
         """Tell all ranks that one of this machine has ended. The first that is told counts: others end by it."""
-        reach(self._place, ANSWER_S).compare_set(_ENDED, "", f"{who} on {self._me} {how}")
+        with suppress(RuntimeError, UsageError):  # machine 0 may have ended before
+            reach(self._place, 0).compare_set(_ENDED, "", f"{who} on {self._me} {how}")
         self.leave()
 
     def leave(self) -> None:

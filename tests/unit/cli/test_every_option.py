@@ -61,6 +61,8 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "master_device_id": (["--master-device-id", "cpu"], None, "plan.master_device", CPU),
     "worker_device_ids": (["--worker-device-ids", "cpu"], None, "plan.worker_devices", (CPU,)),
     "accelerate_config": (["--accelerate-config", "none"], None, "plan.launch.accelerate_config", None),
+    "machine_rank": (["--machine-rank", "1"], REFUSED, REFUSED, "the trainer is on one machine"),
+    "main_process": (["--main-process", "gpu0:29500"], REFUSED, REFUSED, "the trainer is on one machine"),
     "ray": (["--ray", "local", "--nodes", "2"], None, "plan.launch.ray", "local"),
     "nodes": (["--nodes", "3", "--ray", "local"], None, "plan.launch.nodes", 3),
     "workers_per_node": (["--workers-per-node", "4", "--ray", "auto"], None, "plan.launch.workers_per_node", 4),

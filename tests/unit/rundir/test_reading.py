@@ -120,6 +120,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "checks/probe.py": "in a temporary folder",
     "checks/bug_report/stacks.py": "/proc",
     "envs/openenv.py": "the answer of a server that the user names",
+    "launch/accelerate_entry.py": "the setup file, which the user names",
     "launch/host_memory.py": "/proc and /sys",
     "nodes/node.py": "/proc",
     "nodes/tree.py": "the setup file's folder, which the user names",

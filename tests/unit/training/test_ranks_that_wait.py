@@ -21,6 +21,8 @@ class FakeRanks:
 
     def check_alive(self) -> None: ...
 
+    def says(self, doing: str, step: int | None = None) -> None: ...
+
     def send(self, message: Message, payload: bytes = b"") -> None:
         self.sent.append((message, payload))
 
@@ -62,6 +64,6 @@ def test_every_rank_that_has_died_is_named(dead: set[int], sentence: str) -> Non
         SimpleNamespace(pid=100 + rank, is_running=lambda rank=rank: rank not in dead, status=lambda: "running")
         for rank in range(4)
     ]
-    ranks._processes = living
+    ranks._here = dict(enumerate(living))
     with pytest.raises(PeerDiedError, match=sentence):
         ranks.check_alive()

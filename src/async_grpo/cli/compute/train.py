@@ -26,10 +26,7 @@ from async_grpo.setup.generator_choice import ENGINES, HF, choose_generator, ref
 if TYPE_CHECKING:
     from async_grpo.deltas.callback import DeltaCallback
 
-IMPLY_DISTRIBUTED = {
-    *("distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config", "ray"),
-    *("machine_rank", "main_process"),
-}
+IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config", "ray"}
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
   async-grpo train my_trainer.py --device 0 --run-dir trl    the same, with its metrics in trl/, and continued by
