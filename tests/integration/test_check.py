@@ -62,14 +62,9 @@ def test_padding_that_was_not_computed_is_a_documented_difference(tmp_path: Path
 
 PLANTED_CASES = {
     "counter": ("reward counts_calls", "differs", "It changes calls"),
-    "callback": ("reward reads_phase", "differs", "It reads phase, which is 0 in the worker and 0, 1 in plain TRL"),
-    "clock": ("reward reads_clock", "unknown", "another value each time"),
     "draws": ("reward draws", "unknown", "It draws random numbers"),
-    "seed": ("batches", "differs", "reseeds sets torch's seed or draws from it"),
-    "batch": ("reward compares", "documented", "compares the completions of a call"),
     "generation_config": ("sampling", "differs", "in the server only"),
     "scoring": ("scores", "documented", "a batch in TRL, a group in a worker"),
-    "twins": ("reward reward (2)", "differs", "It changes calls"),
     "dropout": ("batches", "documented", "dropout draws from the numbers that TRL shuffles a batch by"),
     "collator": ("batches", "differs", "Random numbers were drawn in another order"),
 }

@@ -43,19 +43,6 @@ async def talk(conversation: Conversation, turns: int, wait_s: float = 0.0) -> l
     return said
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_an_episode_that_wants_to_end_the_process_is_an_error_of_the_call(tmp_path: Path, error: BaseException) -> None:
-    """A rubric or a tool of verifiers may call `exit()`."""
-    trainer = trainer_of(tmp_path, [])
-    lockstep = Lockstep(trainer)
-
-    async def exits() -> list[str]:
-        raise error
-
-    with pytest.raises(UserCodeExit, match=f"{type(error).__name__}: "):
-        lockstep.run([talk(Conversation(trainer, lockstep), 2), exits()])
-
-
 def test_all_that_wait_are_sampled_together(tmp_path: Path) -> None:
     batches: list[int] = []
     trainer = trainer_of(tmp_path, batches)
@@ -90,15 +77,20 @@ def test_a_conversation_ends_where_no_room_is_left(tmp_path: Path) -> None:
     assert text.endswith(f"{TURN}m2")
 
 
-def test_an_error_of_one_episode_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [(SystemExit(3), UserCodeExit), (KeyboardInterrupt(), UserCodeExit), (RuntimeError(), RuntimeError)],
+)
+def test_an_error_of_one_episode_ends_all(raised: BaseException, error: type[Exception], tmp_path: Path) -> None:
+    """Nobody is sampled for any more. A rubric or a tool of verifiers may call `exit()`."""
     batches: list[int] = []
     trainer = trainer_of(tmp_path, batches)
     lockstep = Lockstep(trainer)
 
     async def breaks() -> list[str]:
-        raise RuntimeError("the game is broken")
+        raise raised
 
-    with pytest.raises(RuntimeError, match="the game is broken"):
+    with pytest.raises(error, match=f"{type(raised).__name__}: " if error is UserCodeExit else None):
         lockstep.run([talk(Conversation(trainer, lockstep), 3), breaks()])
     assert batches == []
 

@@ -122,36 +122,6 @@ def test_dialogues_are_as_in_plain_trl(tmp_path: Path, monkeypatch: pytest.Monke
     assert sum(message["role"] == "assistant" for message in completions[7]) == 4, "the limit of tool calls"
 
 
-def test_a_tool_that_hangs_and_one_that_exits_cost_their_dialogue_a_text(tmp_path: Path) -> None:
-    ended = threading.Event()
-
-    def hangs(text: str) -> str:
-        """Wait.
-
-        Args:
-            text: for what.
-        """
-        if text == "exit":
-            raise SystemExit(1)
-        ended.wait(120)
-        return ""
-
-    def hanging(prompt: str, index: int) -> str:
-        asked = written(("hangs", {"text": "exit" if index else "godot"}))
-        return "well" if "<tool_response>" in prompt else asked
-
-    trainer = settings(tmp_path, {"tools": [hangs]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400)()
-    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(hanging)))
-    worker.calls._tools._timeout_s = 0.1  # type: ignore[union-attr]
-    (group,) = worker.rollouts(jobs_of(chat_rows(1)))
-    ended.set()
-    read = [completion[1]["content"] for completion in group.completions]
-    assert "did not return within 0.1 s" in read[0]
-    assert "SystemExit" in read[1]
-    assert [completion[2]["content"] for completion in group.completions] == ["well"] * 2
-    assert group.metrics["tools/failure_frequency"] == [1.0]
-
-
 def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
     others_ended = threading.Event()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -142,40 +141,6 @@ def test_a_loss_that_shows_no_log_probabilities_gets_one_pass(tmp_path: Path) ->
 
     guarded(tmp_path, trainer_class=Counting, max_steps=3).train()
     assert passes == [0]
-
-
-def test_an_accepted_mismatch_warns_once(tmp_path: Path, warnings: list[str]) -> None:
-    run = guarded(tmp_path, Bound(nats=EXACT, basis="as this is a test"), model=gpt2, max_steps=3).train()
-    assert run.trainer.state.global_step == 3
-    assert len(warnings) == 1
-    assert "how its batch is padded" in warnings[0]
-
-
-def test_a_tenth_of_the_bound_warns(tmp_path: Path, warnings: list[str]) -> None:
-    guarded(tmp_path, Bound(nats=4.0, basis="as this is a test", stops=True), model=gpt2).train()
-    assert len(warnings) == 1
-    assert "at most 0.4 are expected" in warnings[0]
-
-
-def test_later_batches_only_warn(tmp_path: Path, warnings: list[str]) -> None:
-    class Later(ShiftsPositions):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            owner = ShiftsPositions if self.state.global_step else GRPOTrainer
-            return owner._get_per_token_logps_and_entropies(self, *args, **kwargs)
-
-    run = guarded(tmp_path, trainer_class=Later, max_steps=3).train()
-    assert run.trainer.state.global_step == 3
-    assert len(warnings) == 1
-    assert "before optimizer step 1" not in warnings[0]
-
-
-def test_too_few_tokens_are_collected_over_steps(tmp_path: Path, warnings: list[str]) -> None:
-    run = guarded(tmp_path, replace(STRICT, nats=ROUNDED), model=gpt2, max_completion_length=5, max_steps=9)
-    with pytest.raises(RunRefused, match="before optimizer step 3"):
-        run.train()
-    assert len(warnings) == 1
-    assert "before optimizer step 1" in warnings[0]
-    assert "So few tokens do not stop a run" in warnings[0]
 
 
 def test_stale_rollouts_are_not_compared(tmp_path: Path, warnings: list[str]) -> None:

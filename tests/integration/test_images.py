@@ -24,6 +24,7 @@ from async_grpo.training.prompts import evaluation_rows
 from kit.compared_with_trl import largest_difference
 from kit.in_process import InProcessRun, jobs_of, training_logs
 from kit.recorded_batches import Recorded
+from kit.tiny_trainer import letters
 from kit.tiny_vlm import build_vlm_trainer, picture
 
 pytestmark = pytest.mark.integration
@@ -86,8 +87,11 @@ def in_messages(count: int = 12) -> Dataset:
     return Dataset.from_list(rows, features=features)
 
 
-def test_one_image_a_prompt(tmp_path: Path) -> None:
-    run = trained_as_by_trl(settings(tmp_path, train_dataset=one_image(), reward_funcs=[size_of_first]))
+@pytest.mark.parametrize(
+    ("rows", "rewards"), [(one_image, [size_of_first]), (several_images, [letters]), (in_messages, [letters])]
+)
+def test_a_prompt_with_images(rows: Any, rewards: Any, tmp_path: Path) -> None:
+    run = trained_as_by_trl(settings(tmp_path, train_dataset=rows(), reward_funcs=rewards))
     mismatch = [entry["async/logprob_mismatch"] for entry in run.logs]
     assert max(mismatch) < 1e-5, "the worker has seen the images that the trainer sees"
 
@@ -111,16 +115,6 @@ def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) 
     assert trl.finish(SampledGroup(prepared=first, tokens=[text, text])).job.seq == 0
     with pytest.raises(UnsupportedError, match="stands for an image"):
         trl.finish(SampledGroup(prepared=second, tokens=[text, written]))
-
-
-def test_several_images_a_prompt(tmp_path: Path) -> None:
-    run = trained_as_by_trl(settings(tmp_path, train_dataset=several_images()))
-    assert max(entry["async/logprob_mismatch"] for entry in run.logs) < 1e-5
-
-
-def test_images_in_messages(tmp_path: Path) -> None:
-    run = trained_as_by_trl(settings(tmp_path, train_dataset=in_messages()))
-    assert max(entry["async/logprob_mismatch"] for entry in run.logs) < 1e-5
 
 
 def test_rows_without_images_among_others(tmp_path: Path) -> None:

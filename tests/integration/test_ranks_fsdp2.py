@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 from pathlib import Path
 
 import pytest
 
-from kit.runs import IN_MID_BATCH, SETUP, audited, command, finish, read, steps_logged
-from kit.several_ranks import EXAMPLES, config_of, ranks, same_training
-from kit.waiting import until_gone
+from kit.runs import IN_MID_BATCH, SETUP, finish, read
+from kit.several_ranks import config_of, killed_resumed_and_stopped, same_training
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-FSDP2 = str(EXAMPLES / "fsdp2.yaml")
 SHARDED_SETUP = SETUP.with_name("sharded_model.py")
 
 
@@ -40,36 +35,7 @@ def test_sharded_ranks_are_resumed_in_the_middle_of_a_batch(processes: int, undi
     options = ["-n", "1", "--deterministic", "--steps", "100000", "--accelerate-config", str(config)]
     arguments = ["train", str(SHARDED_SETUP), *options]
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
-    run_dir = tmp_path / "worker"
-    with command(*arguments, cwd=tmp_path, **env) as run:
-        run.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
-        everybody = run.children()
-        ranks(run)[-1].kill()
-        assert run.wait() != 0, run.output
-    named = re.search(r"Ranks? ([\d, ]+) of the trainer \(pids? [\d, ]+\) ha(s|ve) died", run.output)
-    assert named is not None and str(processes - 1) in named[1].split(", "), run.output
-    assert "Traceback" not in run.output, "each rank has found out who died"
-    until_gone(everybody)
-
-    step = max(steps_logged(run_dir))
-    with command(*arguments, "--resume", cwd=tmp_path, **env) as run:
-        run.wait_until(lambda: max(steps_logged(run_dir)) > step + 2, "steps after the resume")
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.wait() == 0, run.output
-    assert read(run_dir / "run.json")["state"] == "stopped"
-    assert "resuming from" in (run_dir / "log_parameter_server.txt").read_text()
-    audited(run_dir)
+    killed_resumed_and_stopped(tmp_path, arguments, env, rank=processes - 1)
+    log = (tmp_path / "worker" / "log_parameter_server.txt").read_text()
+    assert "resuming from" in log and "Traceback" not in log, "each rank has found out who died"
     same_training(tmp_path, undisturbed, steps=11)
-
-
-def test_two_sharded_ranks_go_on_as_four_between_batches(tmp_path: Path) -> None:
-    """As one process that was resumed at the same step."""
-    one, several = tmp_path / "one", tmp_path / "several"
-    four = str(config_of("fsdp2.yaml", 4, tmp_path))
-    env = {"TEST_MODEL": "lora", "TEST_GRPO": json.dumps({"lr_scheduler_type": "constant"})}
-    for folder, configs in ((one, ("none", "none")), (several, (FSDP2, four))):
-        folder.mkdir()
-        for config, more in zip(configs, (("--steps", "4"), ("--steps", "8", "--resume")), strict=True):
-            options = ("-n", "1", "--deterministic", "--accelerate-config", config)
-            finish(folder, *options, *more, setup=SHARDED_SETUP, **env)
-    same_training(several, one, steps=8)

@@ -164,13 +164,6 @@ def test_the_weights_reach_a_loss_of_the_users(
     assert steps_of(get_trainer, correction) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("trainer_class", [OwnLossOfOurs, DeclaredOwnLoss])
-def test_a_loss_of_ours_that_trl_cannot_weigh_is_refused(trainer_class: type[GRPOTrainer], tmp_path: Path) -> None:
-    trainer = build_trainer(tmp_path, trainer_class=trainer_class)
-    with pytest.raises(UnsupportedError, match=rf"--correction trl .* {trainer_class.__name__} has a loss of its own"):
-        check(rule("trl"), trainer, own_loss=has_own_loss(trainer))
-
-
 class WithValues(Algorithm, GRPOTrainer):
     token_columns = ("values",)
     shape: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def config_of(example: str, processes: int, folder: Path) -> Path:
     return config
 
 
-def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str, str]) -> Path:
+def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str, str], rank: int = 1) -> Path:
     """The last checkpoint of a run that one dead rank ends, and that is stopped after a resume.
 
     Checkpoint 8, from which it continues at the latest, is in the middle of a generation batch.
@@ -74,9 +75,10 @@ def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str
     with command(*arguments, cwd=folder, **env) as run:
         run.wait_until(lambda: (folder / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
         everybody = run.children()
-        ranks(run)[1].kill()
+        ranks(run)[rank].kill()
         assert run.wait() != 0, run.output
-    assert "Rank 1 of the trainer" in run.output
+    named = re.search(r"Ranks? ([\d, ]+) of the trainer \(pids? [\d, ]+\) ha(s|ve) died", run.output)
+    assert named is not None and str(rank) in named[1].split(", "), run.output
     assert "Start again with --resume" in run.output
     assert read(run_dir / "run.json")["state"] == "failed"
     until_gone(everybody)

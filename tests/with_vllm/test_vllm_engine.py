@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-import qwen3_1m
 from engines_of_vllm import (
     CLOSE,
     PROMPTS,
@@ -27,9 +26,8 @@ from engines_of_vllm import (
 )
 from trl import GRPOTrainer
 
-from async_grpo.engines import vllm, vllm_hooks
+from async_grpo.engines import vllm_hooks
 from async_grpo.engines.vllm import VLLMEngine
-from async_grpo.engines.vllm_sampling import structured
 
 
 @pytest.fixture(scope="module")
@@ -186,27 +184,6 @@ def test_adapters_of_two_versions_are_used_side_by_side(adapter: tuple[GRPOTrain
             torch.testing.assert_close(torch.tensor(logprobs), right, atol=CLOSE, rtol=0)
         trainer.model.load_state_dict(weights[version], strict=False)
     assert len(engine._engine.list_loras()) == 2, "adapters that nothing uses are unloaded"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"top_p": 0.9, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2},
-        {"generation_kwargs": {"stop_strings": ["</a>"], "min_new_tokens": 2, "frequency_penalty": 0.5}},
-        {"vllm_structured_outputs_regex": "[0-9]+"},
-    ],
-)
-def test_vllm_takes_the_sampling_parameters(changes: dict[str, Any]) -> None:
-    from vllm import SamplingParams
-
-    trainer = qwen3_1m.get_trainer()
-    for name, value in changes.items():
-        setattr(trainer.args, name, value)
-    sampling = SamplingParams(**structured(vllm.sampling_options(trainer)))
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
-        if name in changes:
-            assert getattr(sampling, name) == changes[name]
-    assert sampling.stop_token_ids == sorted(trainer.eos_token_ids)
 
 
 def test_every_private_name_is_where_it_was(

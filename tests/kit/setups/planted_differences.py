@@ -2,18 +2,16 @@
 
 import os
 import random
-import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, letters
 
 CASE = os.environ["TEST_CASE"]
 calls = 0
-phase = 0
 
 
 def counts_calls(completions: list[Any], **_: Any) -> list[float]:
@@ -22,39 +20,8 @@ def counts_calls(completions: list[Any], **_: Any) -> list[float]:
     return [float(calls)] * len(completions)
 
 
-def reads_phase(completions: list[Any], **_: Any) -> list[float]:
-    return [phase + score for score in letters(completions)]
-
-
-def reads_clock(completions: list[Any], **_: Any) -> list[float]:
-    return [time.monotonic()] * len(completions)
-
-
 def draws(completions: list[Any], **_: Any) -> list[float]:
     return [random.random() for _ in completions]
-
-
-def reseeds(completions: list[Any], **_: Any) -> list[float]:
-    set_seed(0)
-    return letters(completions)
-
-
-def compares(completions: list[Any], **_: Any) -> list[float]:
-    scores = letters(completions)
-    return [score - sum(scores) / len(scores) for score in scores]
-
-
-def _reward(function: Any) -> Any:
-    def reward(completions: list[Any], **_: Any) -> list[float]:
-        return function(completions)
-
-    return reward
-
-
-class Phases(TrainerCallback):
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        global phase
-        phase += 1
 
 
 class Warmer(TrainerCallback):
@@ -72,16 +39,7 @@ def shortened(self: Any, *args: Any, **kwargs: Any) -> Any:
     return [each[:3] for each in ids], logprobs
 
 
-REWARDS = {
-    "counter": counts_calls,
-    "callback": reads_phase,
-    "clock": reads_clock,
-    "draws": draws,
-    "seed": reseeds,
-    "batch": compares,
-    "twins": [_reward(letters), _reward(counts_calls)],
-}
-CALLBACKS = {"callback": Phases, "generation_config": Warmer}
+REWARDS = {"counter": counts_calls, "draws": draws}
 trainer: Any = None
 
 if CASE == "patched":
@@ -96,7 +54,7 @@ def get_trainer() -> GRPOTrainer:
         model=build_model(build_tokenizer(), **changes),
         reward_funcs=REWARDS.get(CASE, letters),
         trainer_class=Halved if CASE == "scoring" else GRPOTrainer,
-        arguments={"callbacks": [CALLBACKS[CASE]()]} if CASE in CALLBACKS else {},
+        arguments={"callbacks": [Warmer()] if CASE == "generation_config" else []},
         num_iterations=2 if CASE == "dropout" else 1,
         save_strategy="steps",
     )
