@@ -29,7 +29,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.generator_choice import NAMED_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
-from kit.engines import group, run, sample
+from kit.engines import group, logprobs_of, run, sample
 from kit.fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
 from kit.runs import SETUP, logged, ran, steps_logged
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
@@ -65,12 +65,6 @@ def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:
         )
     RolloutTrainer(trainer)
     return trainer
-
-
-def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo_ipc import RemoteWeights, WeightExporter, attachment, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint
-from kit.engines import group, run
+from kit.engines import group, logprobs_of, run
 from kit.fake_cuda import Knobs, install
 from kit.fake_vllm_server import MortalServer, serving
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
@@ -113,11 +113,8 @@ def sample(engine: StartedServer, version: int) -> SampledGroup:
 
 def check(sampled: SampledGroup, model: Any) -> None:
     for tokens in sampled.tokens:
-        ids, values = tokens.ids, tokens.logprobs
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
-        expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(values), expected, atol=1e-5, rtol=0)
+        expected = logprobs_of(model, PROMPT, tokens.ids)
+        torch.testing.assert_close(torch.tensor(tokens.logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_the_server_starts_when_the_worker_has_given_its_memory_back(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import encode_group
-from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.records import Timings
 from async_grpo.rundir.paths import RunDir, RunState
+from kit.groups import make_group, make_job
 from kit.plans import planned
 
 RUN = "0123456789ab"
@@ -65,33 +67,23 @@ class ArchivedRun:
         **fields: Any,
     ) -> Path:
         worker = 1 + seq % 2
-        given = {
-            "job": Job(
-                run_id=RUN,
-                seq=seq,
-                row={"prompt": prompt or f"question {seq}", "answer": f"answer {seq}"},
-                num_generations=2,
-                seed=0,
-                born_version=0,
-                min_version=0,
-            ),
-            "attempt": 0,
-            "worker": f"dev{worker}",
-            "policy_version": version,
-            "reward_names": ("right", "format"),
-            "prompt_ids": np.array([1], np.int32),
-            "completion_lengths": np.array([2, 3], np.int32),
-            "completion_ids": np.arange(5, dtype=np.int32),
-            "sampling_logprobs": np.full(5, -1.0, np.float32),
-            "tool_mask": None,
-            "rewards": np.array(rewards, np.float32),
-            "completions": completions or [f"good reply {seq}", f"bad reply {seq}"],
-            "timings": Timings(adopt_s=0.1, generate_s=0.5, score_s=0.2, queue_s=0.01),
-        }
+        row = {"prompt": prompt or f"question {seq}", "answer": f"answer {seq}"}
+        made = make_group(
+            make_job(seq, run_id=RUN, row=row, seed=0),
+            version,
+            worker=f"dev{worker}",
+            reward_names=("right", "format"),
+            completion_lengths=np.array([2, 3], np.int32),
+            completion_ids=np.arange(5, dtype=np.int32),
+            sampling_logprobs=np.full(5, -1.0, np.float32),
+            rewards=np.array(rewards, np.float32),
+            completions=completions or [f"good reply {seq}", f"bad reply {seq}"],
+            timings=Timings(adopt_s=0.1, generate_s=0.5, score_s=0.2, queue_s=0.01),
+        )
         shard = self.root / folder / f"{seq // 1000:07d}" if folder == "done" else self.root / folder
         shard.mkdir(parents=True, exist_ok=True)
         path = shard / f"{seq:010d}.a00_complete_from_dev{worker}.safetensors"
-        path.write_bytes(encode_group(RolloutGroup(**{**given, **fields})))
+        path.write_bytes(encode_group(replace(made, **fields)))
         os.utime(path, (1_800_000_000 + seq, 1_800_000_000 + seq))
         return path
 

@@ -8,25 +8,27 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from async_grpo.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.records import Job
 from async_grpo.tokens import ids_and_logprobs
+from kit.groups import make_job
 from kit.waiting import DEADLINE_S
 
 
 def job(seq: int = 0, *, row: Any = None, seed: int | None = None, size: int = 2, min_version: int = 0) -> Job:
-    return Job(
-        run_id="r",
-        seq=seq,
-        row=row,  # type: ignore[arg-type]
-        num_generations=size,
-        seed=seq if seed is None else seed,
-        born_version=0,
-        min_version=min_version,
-    )
+    seed = seq if seed is None else seed
+    return make_job(seq, size, run_id="r", row=row, seed=seed, min_version=min_version)
+
+
+def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """The log-probabilities of a completion that a forward pass computes, [tokens]."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 def group(prompts: Sequence[list[int]], seq: int = 0, seed: int | None = None, **sampling: float) -> PreparedGroup:

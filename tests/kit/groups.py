@@ -13,8 +13,9 @@ RUN = "run-1"
 
 def make_job(seq: int, num_generations: int = 2, **changes: Any) -> Job:
     """A job of version 0, whose prompt has its number."""
-    fields: dict[str, Any] = {"run_id": RUN, "row": {"n": seq, "prompt": f"{seq}+{seq}="}, "seed": seq, **changes}
-    return Job(**{"seq": seq, "num_generations": num_generations, "born_version": 0, "min_version": 0, **fields})
+    fields: dict[str, Any] = {"run_id": RUN, "row": {"n": seq, "prompt": f"{seq}+{seq}="}, "seed": seq}
+    fields |= {"born_version": 0, "min_version": 0, **changes}
+    return Job(seq=seq, num_generations=num_generations, **fields)
 
 
 def make_group(job: Job, version: int = 0, **changes: Any) -> RolloutGroup:

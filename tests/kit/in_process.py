@@ -35,6 +35,7 @@ from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.trl_trainer import TrainingEvents, append_metric, make_async
 from async_grpo.training.watch import Watch
+from kit.groups import make_job
 from kit.tiny_trainer import GROUP_SIZE
 from kit.waiting import DEADLINE_S
 
@@ -82,10 +83,7 @@ class InProcessWorker:
 
 def jobs_of(rows: Iterable[dict[str, Any]], group_size: int = GROUP_SIZE) -> list[Job]:
     """A job for each row, numbered and seeded from 0."""
-    return [
-        Job(run_id="test", seq=seq, row=dict(row), num_generations=group_size, seed=seq, born_version=0, min_version=0)
-        for seq, row in enumerate(rows)
-    ]
+    return [make_job(seq, group_size, row=dict(row)) for seq, row in enumerate(rows)]
 
 
 class InProcessRun(TrainingEvents):
@@ -128,7 +126,7 @@ class InProcessRun(TrainingEvents):
         self.checkpoints: list[str] = []
         correction = correction if isinstance(correction, Rule) else rule(correction)
         make_async(self.trainer, self, correction=correction, fresh=fresh, settings=TrainingSettings(padding=padding))
-        self.trainer.correct = Recorded(self.trainer.correct, self._corrected)
+        self.trainer.correct = ShownCorrection(self.trainer.correct, self._corrected)
 
     def train(self) -> InProcessRun:
         self.trainer.train()
@@ -166,14 +164,12 @@ class InProcessRun(TrainingEvents):
 
     def _next_job(self) -> Job:
         self._seq += 1
-        return Job(
-            run_id="in-process",
-            seq=self._seq - 1,
+        return make_job(
+            self._seq - 1,
+            self.trainer.num_generations,
             row=next(self._rows),
-            num_generations=self.trainer.num_generations,
             seed=self._seq,
             born_version=self._version,
-            min_version=0,
             sampling=self._watch.sampling(),
             trainer_state=plain_fields(self.trainer.state),
         )
@@ -182,7 +178,7 @@ class InProcessRun(TrainingEvents):
         self.inputs.append(dict(batch))
 
 
-class Recorded:
+class ShownCorrection:
     """A correction that also shows each corrected batch."""
 
     def __init__(self, correction: Any, show: Callable[[dict[str, Any]], None]) -> None:

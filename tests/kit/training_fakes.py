@@ -60,7 +60,7 @@ class GivenUp(NamedTuple):
     reason: str
 
 
-class FakeQueue:
+class FakeServerQueue:
     """What `RolloutSource` uses of `ServerQueue`. The test plays the workers; `on_wait` is the passing of time."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Bench:
         tasks: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        self.queue = FakeQueue()
+        self.queue = FakeServerQueue()
         self.publisher = FakePublisher()
         self.history = FakeHistory()
         self.archive = FakeArchive()

@@ -122,7 +122,7 @@ class FakeWeights:
             raise ExporterDiedError("gone")
 
 
-class FakeQueue:
+class FakeWorkerQueue:
     name, device = "dev1", 1
 
     def __init__(self, jobs: list[Job]) -> None:
@@ -173,7 +173,7 @@ class FakeTRL:
         return copy.copy(self)
 
     def prepare(self, job: Job, version: int) -> PreparedGroup:
-        return PreparedGroup(job=job, version=version, prompt_ids=prompts_of(job))
+        return PreparedGroup(job=job, version=version, prompt_ids=prompt_ids_of(job))
 
     def finish(self, sampled: SampledGroup) -> GeneratedGroup:
         self.before_finish(sampled)
@@ -186,7 +186,7 @@ class FakeTRL:
     def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[GeneratedGroup]:
         groups = []
         for job in jobs:
-            ids, _ = sample(prompts_of(job))
+            ids, _ = sample(prompt_ids_of(job))
             if job.row["ids"] == REWRITTEN:
                 ids[0][0] = 99
             groups.append(made(job, version, ids, None))
@@ -196,7 +196,7 @@ class FakeTRL:
         return [Scores(names=("reward",), rewards=torch.zeros(2, 1), metrics={}, extra_columns={}) for _ in groups]
 
 
-def prompts_of(job: Job) -> list[list[int]]:
+def prompt_ids_of(job: Job) -> list[list[int]]:
     return [list(job.row["ids"]) for _ in range(job.num_generations)]
 
 
@@ -208,7 +208,7 @@ def made(job: Job, version: int, ids: list[list[int]], versions: list[list[int]]
         rows=[job.row] * size,
         prompts=["p"] * size,
         completions=["c"] * size,
-        prompt_ids=prompts_of(job),
+        prompt_ids=prompt_ids_of(job),
         tokens=[
             Tokens(row, [-0.5] * len(row), versions=versions[index] if versions else [NO_VERSION] * len(row))
             for index, row in enumerate(ids)
@@ -230,7 +230,8 @@ class Setting:
 
     def __init__(self, tmp_path: Path, jobs: list[Job], engine: FakeEngine, **options: Any) -> None:
         (tmp_path / "alive").mkdir()
-        self.engine, self.weights, self.queue = engine, options.pop("weights", None) or FakeWeights(), FakeQueue(jobs)
+        self.engine, self.queue = engine, FakeWorkerQueue(jobs)
+        self.weights = options.pop("weights", None) or FakeWeights()
         self.goes_on = True
         self.queue.on_idle = self.end
         state = SimpleNamespace(state="running")

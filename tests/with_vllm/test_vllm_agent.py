@@ -14,6 +14,7 @@ from worker_on_vllm import GROUPS, served
 
 from async_grpo.envs import Endpoint, OpenAIHarness
 from kit.agents import said
+from kit.engines import logprobs_of
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows, length
 
 FIRST = 6  # tokens of the first answer
@@ -42,14 +43,9 @@ def test_the_turns_of_an_agent_on_the_engine(tmp_path: Path) -> None:
         assert group.tool_mask is not None
         start = 0
         for size in group.completion_lengths.tolist():
-            ids, mask, recorded = (
-                values[start : start + size].tolist()
-                for values in (group.completion_ids, group.tool_mask, group.sampling_logprobs)
-            )
-            start += size
-            with torch.no_grad():
-                logits = trainer.model(input_ids=torch.tensor([[*group.prompt_ids.tolist(), *ids]])).logits[0]
-            computed = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)[range(size), ids].tolist()
-            own = [index for index, value in enumerate(mask) if value]
-            assert 0 < len(own) < size
-            assert [recorded[index] for index in own] == pytest.approx([computed[index] for index in own], abs=0.02)
+            part = slice(start, start := start + size)
+            computed = logprobs_of(trainer.model, group.prompt_ids.tolist(), group.completion_ids[part].tolist())
+            own = torch.tensor(group.tool_mask[part]).bool()
+            assert 0 < own.sum() < size
+            recorded = torch.tensor(group.sampling_logprobs[part])
+            assert torch.allclose(recorded[own], computed[own], atol=0.02)

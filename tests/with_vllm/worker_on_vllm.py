@@ -11,10 +11,12 @@ from typing import Any
 from async_grpo.engines.continuous import ContinuousEngine
 from async_grpo.engines.vllm import VLLMEngine
 from async_grpo.queue import ServerQueue, WorkerQueue
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import RolloutGroup
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
+from kit.groups import RUN
+from kit.in_process import jobs_of
 
 ROW = {"prompt": [{"role": "user", "content": "3*4?"}]}
 GROUPS, GROUP_SIZE = 3, 2
@@ -41,11 +43,9 @@ class OwnWeights:
 
 def served(trainer: Any, folder: Path) -> list[RolloutGroup]:
     folder.mkdir(mode=0o700)
-    server, queue = ServerQueue.open(folder, "run"), WorkerQueue.open(folder, 1, "cpu")
-    for seq in range(GROUPS):
-        server.submit(
-            Job(run_id="run", seq=seq, row=ROW, num_generations=GROUP_SIZE, seed=seq, born_version=0, min_version=0)
-        )
+    server, queue = ServerQueue.open(folder, RUN), WorkerQueue.open(folder, 1, "cpu")
+    for job in jobs_of([ROW] * GROUPS, GROUP_SIZE):
+        server.submit(job)
     engine = VLLMEngine(trainer, seed=0)
     context = WorkerContext(
         trl=RolloutTrainer(trainer),
