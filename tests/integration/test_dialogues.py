@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from async_grpo.engines import PreparedGroup, SampledGroup
+from async_grpo.errors import RunRefused, UnsupportedError
+from async_grpo.rollout.threads import main_thread
+from async_grpo.setup.generator_choice import VLLM
+from async_grpo.tokens import Tokens
 from kit.compared_with_trl import settings
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of
 from kit.scripted import ScriptedEngine, ScriptedGenerator, Streaming, writing
-from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows, length
-from kit.tools import double, written
+from kit.scripted_trl import Reply, calls_multiply
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer, chat_rows, length, letters, plain_rows
+from kit.tools import double, multiply, written
+from kit.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.integration
 
@@ -190,3 +202,253 @@ def logprobs_of(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
         return trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, mask, logits_to_keep=batch["completion_ids"].shape[1]
         )[0]
+
+
+# --- Dialogues that end badly: on an engine in lockstep, and on one that can be joined ---------------------------
+
+
+engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
+
+
+class Waiting:
+    """An environment whose tool waits until the test lets it go on."""
+
+    goes_on = threading.Event()
+    made = 0
+
+    def __init__(self) -> None:
+        Waiting.made += 1
+
+    def reset(self, **row: Any) -> None: ...
+
+    def waits(self) -> str:
+        """Wait."""
+        assert self.goes_on.wait(DEADLINE_S)
+        return "done"
+
+
+def calls(prompt: str, index: int) -> str:
+    return "done" if "<tool_response>" in prompt else written(("double", {"number": 3}))
+
+
+def worker_of(tmp_path: Path, engine_of: Any, reply: Any = calls, **given: Any) -> InProcessWorker:
+    trainer = build_trainer(
+        tmp_path,
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        train_dataset=chat_rows(),
+        arguments=given or {"tools": [double]},
+        reward_funcs=[length],
+        max_completion_length=300,
+    )
+    return InProcessWorker(trainer, engine_of(ScriptedGenerator(reply)))
+
+
+@engines
+def test_an_error_in_a_dialogue_costs_its_group_alone(
+    engine_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a template cannot render what a tool returned."""
+    worker = worker_of(tmp_path, engine_of)
+    jobs = jobs_of(chat_rows(3))
+    turns: Any = worker.calls
+    run = turns._tools.run
+
+    async def spoilt(noted: Any, owner: Any) -> Any:
+        outcomes = await run(noted, owner)
+        if spoil.pop("once", False):
+            raise ValueError("the template broke")
+        return outcomes
+
+    spoil = {"once": True}
+    monkeypatch.setattr(turns._tools, "run", spoilt)
+    [failed] = [outcome for outcome in worker.ended(3, jobs) if outcome.error is not None]
+    assert "the template broke" in str(failed.error)
+    [again] = worker.ended(1, [failed.job])
+    assert again.error is None
+    assert turns._asks._working == 0
+
+
+@engines
+def test_what_is_dropped_between_two_turns_is_begun_again(engine_of: Any, tmp_path: Path) -> None:
+    """As when the weights were lost: the worker closes its engine, and its jobs are claimed again."""
+    Waiting.goes_on.clear()
+
+    def asks(prompt: str, index: int) -> str:
+        return "well" if "<tool_response>" in prompt else written(("waits", {}))
+
+    worker = worker_of(tmp_path, engine_of, asks, environment_factory=Waiting)
+    turns: Any = worker.calls
+    before = Waiting.made
+    worker.calls.start(jobs_of(chat_rows(1)), 0)
+    deadline = time.monotonic() + DEADLINE_S
+    while not turns._tools.in_time:
+        assert time.monotonic() < deadline
+        assert worker.calls.step() == []
+    worker.calls.close()
+    assert turns._asks._working == 0
+    Waiting.goes_on.set()
+    (group,) = worker.rollouts(jobs_of(chat_rows(1)))
+    assert [completion[1]["content"] for completion in group.completions] == ["done"] * 2
+    assert Waiting.made > before, "an environment that a tool may still use is not used again"
+
+
+# --- Several groups in flight on one engine, which the test plays ------------------------------------------------
+
+
+GROUPS = 3
+
+
+class Adder:
+    """An environment: adds up what the model tells it to."""
+
+    def reset(self, **row: Any) -> str:
+        self.total = 0
+        return ""
+
+    def add(self, number: int) -> int:
+        """Add to the total.
+
+        Args:
+            number: what to add.
+        """
+        self.total += number
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+CALLS = {
+    "tools": '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>',
+    "environments": '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>',
+}
+GIVEN = {"tools": {"tools": [multiply]}, "environments": {"environment_factory": Adder}}
+
+
+@pytest.mark.parametrize("kind", ["tools", "environments"])
+def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> None:
+    trainer = build_trainer(
+        tmp_path,
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        train_dataset=chat_rows(),
+        arguments=dict(GIVEN[kind]),
+        reward_funcs=[letters],
+        max_completion_length=300,
+    )
+    engine = Played(build_tokenizer(QWEN3_CHAT_TEMPLATE), CALLS[kind])
+    worker = InProcessWorker(trainer, engine)
+    rows = list(trainer.train_dataset)[:GROUPS]
+    groups = worker.generate(jobs_of(rows, group_size=2), version=4)
+    assert engine.most == GROUPS * 2, "all dialogues were in flight before any got a token"
+    for group in groups:
+        roles = [[message["role"] for message in completion] for completion in group.completions]
+        assert roles == [["assistant", "tool", "assistant"], ["assistant"]]
+        assert group.completions[0][1]["content"] == ("12" if kind == "tools" else "3")
+        for tokens in group.tokens:
+            assert len(tokens.versions) == len(tokens)
+            assert tokens.kept == [
+                kept(token) if own else b"" for token, own in zip(tokens.ids, tokens.mask, strict=True)
+            ]
+        assert group.tokens[0].versions[-1] == 5, "the last turn was sampled by newer weights"
+        assert set(group.tokens[1].versions) == {4}
+        assert group.version == 4
+        rewards = worker.trl.score([group])[0].rewards
+        if kind == "environments":
+            assert rewards[:, 1].tolist() == [3.0, 0.0], "each group's rewards are of its own environments"
+
+
+def kept(token: int) -> bytes:
+    """What truncated sampling kept beside this token."""
+    return np.array([token, token + 1], np.int32).tobytes()
+
+
+class Played:
+    """Answers first turns with a call in the first one, as version 4, and later turns as version 5."""
+
+    capabilities, most_groups = VLLM, GROUPS
+
+    def __init__(self, tokenizer: Any, call: str) -> None:
+        self._tokenizer = tokenizer
+        self._answers = [[call, "no tool"], ["done"]]
+        self._first: list[PreparedGroup] = []
+        self.most = 0
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        self._first += [turn for turn in new if turn.turn == 0]
+        ended = [self._answer(turn) for turn in new if turn.turn]
+        if len(self._first) == GROUPS * 2:
+            self.most = len(self._first)
+            ended += [self._answer(turn) for turn in self._first]
+            self._first = []
+        return ended
+
+    def follow(self, weights: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+    def _answer(self, turn: PreparedGroup) -> SampledGroup:
+        assert len(turn.prompt_ids) == 1
+        ids = self._tokenizer(self._answers[turn.turn][turn.first_index] + self._tokenizer.eos_token)["input_ids"]
+        return SampledGroup(
+            prepared=turn,
+            tokens=[
+                Tokens(ids, [-1.0] * len(ids), versions=[4 + turn.turn] * len(ids), kept=[kept(token) for token in ids])
+            ],
+        )
+
+
+# --- Tools and a rollout_func in a worker ------------------------------------------------------------------------
+
+
+def worker_with(tool: Any, folder: Path, reply: Reply = calls_multiply) -> InProcessWorker:
+    tool.__doc__, tool.__name__ = multiply.__doc__, "multiply"
+    shape = {"chat_template": QWEN3_CHAT_TEMPLATE, "max_completion_length": 256}
+    trainer = build_trainer(folder, arguments={"tools": [tool]}, **shape)
+    return InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(reply)))
+
+
+def test_what_no_worker_has_ends_the_run_also_in_a_tool(tmp_path: Path) -> None:
+    """TRL makes a text for the model of what a tool raises."""
+
+    def used(a: int, b: int) -> int:
+        return int(worker.trl.trainer.optimizer.param_groups[0]["lr"])
+
+    worker = worker_with(used, tmp_path)
+    with pytest.raises(RunRefused, match=r"trainer\.optimizer cannot be used"):
+        worker.rollouts(jobs_of(chat_rows(1)))
+
+
+def test_a_tool_that_uses_signals(tmp_path: Path) -> None:
+    def signals(a: int, b: int) -> int:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return a * b
+
+    groups: list[Any] = []
+    worker = worker_with(signals, tmp_path)
+    main_thread.serve_while(lambda: groups.extend(worker.generate(jobs_of(chat_rows(1)))))
+    assert groups[0].completions[0][1] == {"role": "tool", "name": "multiply", "content": "12"}
+
+
+def test_a_rollout_func_that_uses_signals_is_told_the_way_out(tmp_path: Path) -> None:
+    def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return {}
+
+    worker = InProcessWorker(settings(tmp_path, {"rollout_func": rollout_func})())
+    with pytest.raises(UnsupportedError, match=r"signal only works in main thread.*without signals"):
+        main_thread.serve_while(lambda: worker.generate(jobs_of(plain_rows(1))))
+
+
+def test_a_dialogue_ends_where_the_context_of_the_engine_ends(tmp_path: Path) -> None:
+    """`vllm_max_model_length` leaves no room for the tool's answer: TRL takes the completion as it is."""
+
+    def reply(prompt: str, index: int) -> str:
+        assert "<tool_response>" not in prompt, "the engine would refuse it"
+        return calls_multiply(prompt, index)
+
+    worker = worker_with(multiply, tmp_path, reply)
+    encode = worker.trl.trainer.processing_class.apply_chat_template
+    worker.trl.end_dialogues_before(len(encode(chat_rows(1)[0]["prompt"], tools=[multiply])["input_ids"]) + 120)
+    (group,) = worker.rollouts(jobs_of(chat_rows(1)))
+    assert [[message["role"] for message in completion] for completion in group.completions] == [["assistant"]] * 2
+    assert group.completions[0][0]["tool_calls"]

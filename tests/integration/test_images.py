@@ -1,4 +1,4 @@
-"""Prompts with images: the same training as with TRL alone, whatever holds them."""
+"""Images of prompts, tools and environments: the same training as with TRL alone, whatever holds them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from trl import GRPOTrainer
+from trl.chat_template_utils import qwen3_vl_chat_template
 
 from async_grpo.engines import SampledGroup
 from async_grpo.errors import UnsupportedError
@@ -24,8 +25,9 @@ from async_grpo.training.prompts import evaluation_rows
 from kit.compared_with_trl import largest_difference
 from kit.in_process import InProcessRun, jobs_of, training_logs
 from kit.recorded_batches import Recorded
-from kit.tiny_trainer import letters
-from kit.tiny_vlm import build_vlm_trainer, picture
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
+from kit.tiny_trainer import length, letters
+from kit.tiny_vlm import Gallery, build_vlm_trainer, picture
 
 pytestmark = pytest.mark.integration
 
@@ -145,3 +147,51 @@ def test_a_batch_in_several_steps(tmp_path: Path) -> None:
         assert saved.keys() == inputs.keys() >= {"pixel_values", "image_grid_thw", "num_images"}
         assert torch.equal(saved["pixel_values"], inputs["pixel_values"])
         assert saved["num_images"] == inputs["num_images"]
+
+
+# --- Images that environments and tools bring --------------------------------------------------------------------
+
+
+LOOK = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+def galleries(output_dir: Path, **given: Any) -> Callable[..., GRPOTrainer]:
+    rows = [{"prompt": [{"role": "user", "content": "what?"}], "target": index} for index in range(12)]
+    made = {
+        "train_dataset": Dataset.from_list(rows),
+        "reward_funcs": [length],
+        "chat_template": qwen3_vl_chat_template,
+        "arguments": {"environment_factory": Gallery},
+        "max_completion_length": 256,
+        **given,
+    }
+    return lambda **more: build_vlm_trainer(output_dir, **{**made, **more})
+
+
+def test_an_image_from_reset_is_sampled_from_and_trained_on(tmp_path: Path) -> None:
+    get_trainer = galleries(tmp_path, max_completion_length=8)
+    run = trained_as_by_trl(get_trainer)
+    assert max(entry["async/logprob_mismatch"] for entry in run.logs) < 1e-5
+    assert len(run.inputs[0]["num_images"]) == 8
+    assert set(run.inputs[0]["num_images"]) == {1}
+
+
+def looks(prompt: str, index: int) -> str:
+    if "here" in prompt:
+        return "seen"
+    return f"a{LOOK}" if index % 2 == 0 else "no thanks"
+
+
+def test_images_of_tool_results(tmp_path: Path) -> None:
+    get_trainer = galleries(tmp_path)
+    engine = ScriptedEngine(ScriptedGenerator(looks))
+    run = InProcessRun(get_trainer, engine=engine, correction="none").train()
+    plain = get_trainer(trainer_class=writing(looks))
+    plain.train()
+    largest_difference(run.logs, training_logs(plain))
+    assert run.logs[0]["tools/call_frequency"] == 0.5
+    assert sorted(run.inputs[0]["num_images"]) == [1] * 4 + [2] * 4
+    [called] = [c for c in run.groups[0].completions if len(c) > 1]
+    assert [message["role"] for message in called] == ["assistant", "tool", "assistant"]
+    shown = called[1]["content"][0]["image"].open()
+    assert shown.tobytes() == picture(100 + run.groups[0].job.row["target"]).tobytes()

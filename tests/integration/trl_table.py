@@ -110,7 +110,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "the trainer may span several processes",
-        I + "test_ranks_fsdp2.py::test_sharded_ranks_train_an_adapter_as_one_process_does",
+        I + "test_ranks.py::test_sharded_ranks_train_an_adapter_as_one_process_does",
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
         "local_rank",
     ),

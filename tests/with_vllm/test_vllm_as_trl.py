@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 import qwen3_1m
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm import SamplingParams

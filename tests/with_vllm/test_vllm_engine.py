@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 from engines_of_vllm import (
     CLOSE,
     PROMPTS,

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 import tiny_idefics
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 import qwen3_1m
+import torch
 from engines_of_vllm import CLOSE, PROMPTS, change, finish, logprobs_of, published
 
 from async_grpo.engines.vllm import ENVIRONMENT, VLLMEngine

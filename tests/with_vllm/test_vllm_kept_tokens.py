@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 import qwen3_1m
+import torch
 from engines_of_vllm import CLOSE, PROMPTS, change, find_source, published, rollout_trainer
 
 from async_grpo.engines import Chunk

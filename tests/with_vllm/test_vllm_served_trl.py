@@ -7,8 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 from kit.runs import command
 from kit.waiting import until_gone
 

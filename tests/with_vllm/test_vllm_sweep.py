@@ -9,8 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 from kit import runs
 from kit.runs import command, ran, read, steps_logged
 from kit.waiting import until_gone

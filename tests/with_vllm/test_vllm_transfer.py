@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
-
 import qwen3_1m
+import torch
 
 from async_grpo.engines.vllm import ENVIRONMENT
 from async_grpo_ipc import MismatchError, VersionGoneError, WeightExporter
