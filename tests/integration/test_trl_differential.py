@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from differential_rows import ROWS, row
 from random_configurations import COVERING, padding_of, trainer_of
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
+from async_grpo.archive.groups import FinishedGroups, UsedStep
 from async_grpo.setup import pieces
 from kit.compared_with_trl import (
     TOLERANCE,
@@ -21,9 +23,11 @@ from kit.compared_with_trl import (
     run_as_trl_would,
     same_completions,
 )
-from kit.in_process import InProcessRun
+from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
+from kit.runs import audited, finish, logged
 from kit.scripted_trl import run_as_scripted_trl_would
+from kit.setups.random_model import build
 
 pytestmark = pytest.mark.integration
 
@@ -89,3 +93,21 @@ def test_a_random_configuration_trains_as_trl_does(seed: int, tmp_path: Path, mo
 @pytest.mark.parametrize("seed", sorted({*range(DRAWN)} - {*COVERING}))
 def test_more_random_configurations_train_as_trl_does(seed: int, tmp_path: Path, model_folder: str) -> None:
     assert compare(seed, tmp_path, model_folder)
+
+
+@pytest.mark.slow
+def test_two_worker_processes_train_as_trl_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command line. The rewards set signals, so each worker calls them in its main thread."""
+    small_steps = {"adam_epsilon": 1e-5}  # as `kit.tiny_trainer` has it
+    options = ("-n", "2", "--max-staleness", "0", "--deterministic")
+    finish(tmp_path, *options, TEST_REWARD="signals", TEST_GRPO=json.dumps(small_steps))
+    audited(tmp_path / "worker")
+    steps = [entry for entry in FinishedGroups(tmp_path / "worker").news() if isinstance(entry, UsedStep)]
+    monkeypatch.chdir(tmp_path / "worker")  # checkpoints are written
+
+    def get_trainer(arguments: dict[str, Any]) -> GRPOTrainer:
+        return build(partial(GRPOTrainer, **arguments), GRPOConfig, **small_steps)
+
+    plain = training_logs(replay_with_trl(get_trainer, [[found.group for found in step.groups] for step in steps]))
+    ours = [{name: it for name, it in entry.items() if name in plain[0]} for entry in logged(tmp_path / "worker")]
+    assert len(ours) == 12 and largest_difference(ours, plain) < TOLERANCE

@@ -22,6 +22,20 @@ COMPARED = I + "test_trl_differential.py::test_a_row_trains_as_trl_does"
 BATCH = GENERATION + "test_a_batch_is_tokenized_sampled_and_scored_through_our_overrides"
 CONTRACT, RUNS = I + "test_trl_contract.py::", I + "test_trl_training.py::"
 
+PENDING = GENERATION + "test_what_reward_functions_log_is_pending_until_the_batch_is_scored"
+WITH_TOOLS = CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name"
+POOL = CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool"
+PARAMETERS = CONTRACT + "test_hook_has_its_parameters"
+TYPES = CONTRACT + "test_the_types_of_what_we_read"
+DIALOGUES = I + "test_dialogues.py::test_dialogues_are_as_in_plain_trl"
+CLIENT = I + "test_vllm_server.py::test_trls_client_is_as_we_know_it"
+METHODS_OF_GENERATE = I + "test_changed_sampling.py::test_the_methods_of_generate_are_there"
+CHECKPOINTS = RUNS + "test_checkpoints_are_told_and_rotated"
+OLD_LOGPS = LOSS + "test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled"
+FILLED_IN = LOSS + "test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass"
+RESUMED = I + "test_ppo_trainer.py::test_a_resumed_training_is_as_one_that_was_never_stopped"
+TASKS = I + "test_multi_task.py::test_a_run_is_what_plain_trl_does_and_each_batch_has_each_task"
+
 EVERY = "every trainer"
 GENERATING_WITH_TOOLS = "with tools, while it generates"
 WITH_ENVIRONMENTS = "with environments"
@@ -53,66 +67,43 @@ HOOKS: dict[str, Hook] = {
     "_generate_single_turn": method(BATCH, "prompt_ids images multimodal_fields num_generations has_tool_images"),
     "_tokenize_prompts": method(BATCH, "prompts"),
     "_tool_call_loop": method(
-        I + "test_dialogues.py::test_dialogues_are_as_in_plain_trl",
-        "prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
+        DIALOGUES, "prompts prompt_ids completion_ids completions logprobs images multimodal_fields"
     ),
-    "_get_tool_suffix_ids": method(I + "test_dialogues.py::test_dialogues_are_as_in_plain_trl", "tool_messages"),
+    "_get_tool_suffix_ids": method(DIALOGUES, "tool_messages"),
     "_calculate_rewards": method(
         GENERATION + "test_rewards_are_one_column_a_function", "inputs prompts completions completion_ids_list"
     ),
-    "_log_metric": method(
-        GENERATION + "test_what_reward_functions_log_is_pending_until_the_batch_is_scored", "name value"
-    ),
-    "_log_completion_extra": method(
-        GENERATION + "test_what_reward_functions_log_is_pending_until_the_batch_is_scored", "column values"
-    ),
-    "_compute_loss": method(
-        LOSS + "test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled", "model inputs"
-    ),
+    "_log_metric": method(PENDING, "name value"),
+    "_log_completion_extra": method(PENDING, "column values"),
+    "_compute_loss": method(OLD_LOGPS, "model inputs"),
     "_get_per_token_logps_and_entropies": method(
-        LOSS + "test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass",
-        "model input_ids attention_mask logits_to_keep batch_size compute_entropy",
+        FILLED_IN, "model input_ids attention_mask logits_to_keep batch_size compute_entropy"
     ),
     "_get_train_sampler": method(GENERATION + "test_the_sampler_repeats_rows_and_batches", "dataset"),
     "_get_dataloader": method(COMPARED + "[a dataloader]", "dataset description batch_size"),
     "_get_collator_with_removed_columns": method(COMPARED + "[a dataloader]", "data_collator"),
     "_remove_unused_columns": method(COMPARED + "[columns that are removed]", "dataset description"),
-    "_save_checkpoint": method(RUNS + "test_checkpoints_are_told_and_rotated", "model trial"),
-    "_get_output_dir": method(RUNS + "test_checkpoints_are_told_and_rotated", "trial"),
-    "_push_from_checkpoint": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint_folder"),
-    "_load_rng_state": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint"),
-    "_load_optimizer_and_scheduler": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint"),
-    "_load_best_model": method(CONTRACT + "test_hook_has_its_parameters", ""),
-    "_prepare_inputs": method(
-        I + "test_multi_task.py::test_a_run_is_what_plain_trl_does_and_each_batch_has_each_task", "generation_batch"
-    ),
-    "_prepare_for_training": method(
-        I + "test_ppo_trainer.py::test_a_resumed_training_is_as_one_that_was_never_stopped",
-        "max_steps train_dataloader resume_from_checkpoint",
-    ),
+    "_save_checkpoint": method(CHECKPOINTS, "model trial"),
+    "_get_output_dir": method(CHECKPOINTS, "trial"),
+    "_push_from_checkpoint": method(PARAMETERS, "checkpoint_folder"),
+    "_load_rng_state": method(PARAMETERS, "checkpoint"),
+    "_load_optimizer_and_scheduler": method(PARAMETERS, "checkpoint"),
+    "_load_best_model": method(PARAMETERS, ""),
+    "_prepare_inputs": method(TASKS, "generation_batch"),
+    "_prepare_for_training": method(RESUMED, "max_steps train_dataloader resume_from_checkpoint"),
     "_metrics": Hook(GENERATION + "test_metrics_are_averaged_over_a_logging_interval"),
     "_logs": Hook(I + "test_trl_view.py::test_all_that_training_changes_has_a_stand_in"),
-    "_step": Hook(CONTRACT + "test_the_types_of_what_we_read"),
-    "_buffered_inputs": Hook(CONTRACT + "test_the_types_of_what_we_read"),
-    "_tokenizer": Hook(CONTRACT + "test_the_types_of_what_we_read"),
+    "_step": Hook(TYPES),
+    "_buffered_inputs": Hook(TYPES),
+    "_tokenizer": Hook(TYPES),
     "_image_pad_token_id": Hook(CONTRACT + "test_trainer_has_the_attribute"),
     "_video_pad_token_id": Hook(CONTRACT + "test_trainer_has_the_attribute"),
-    "_standalone_tools": Hook(CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name"),
-    "_sync_tool_dicts": Hook(
-        CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name", where=GENERATING_WITH_TOOLS
-    ),
-    "_async_tool_dicts": Hook(
-        CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name", where=GENERATING_WITH_TOOLS
-    ),
-    "_environment_pool": Hook(
-        CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=WITH_ENVIRONMENTS
-    ),
-    "_batch_environments": Hook(
-        CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=GENERATING_WITH_ENVIRONMENTS
-    ),
-    "_multi_environment": Hook(
-        CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=GENERATING_WITH_ENVIRONMENTS
-    ),
+    "_standalone_tools": Hook(WITH_TOOLS),
+    "_sync_tool_dicts": Hook(WITH_TOOLS, where=GENERATING_WITH_TOOLS),
+    "_async_tool_dicts": Hook(WITH_TOOLS, where=GENERATING_WITH_TOOLS),
+    "_environment_pool": Hook(POOL, where=WITH_ENVIRONMENTS),
+    "_batch_environments": Hook(POOL, where=GENERATING_WITH_ENVIRONMENTS),
+    "_multi_environment": Hook(POOL, where=GENERATING_WITH_ENVIRONMENTS),
 }
 """Hooks of `trl.GRPOTrainer` and the classes below it."""
 
@@ -136,14 +127,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "asked where TRL has a torch version of its own",
         LOSS + "test_a_function_can_take_the_place_of_trls_log_probabilities",
     ),
-    "trl.generation.vllm_client.VLLMClient._get": (
-        "asked for the state of a server",
-        I + "test_vllm_server.py::test_trls_client_is_as_we_know_it",
-    ),
-    "trl.generation.vllm_client.VLLMClient._post": (
-        "asked for completions and to drop what it has cached",
-        I + "test_vllm_server.py::test_trls_client_is_as_we_know_it",
-    ),
+    "trl.generation.vllm_client.VLLMClient._get": ("asked for the state of a server", CLIENT),
+    "trl.generation.vllm_client.VLLMClient._post": ("asked for completions and to drop what it has cached", CLIENT),
     "trl.generation.vllm_generation.VLLMGeneration._init_vllm": (
         "overridden: a server is started before it is asked",
         I + "test_served_trl.py::test_trl_has_the_methods_that_are_replaced",
@@ -156,18 +141,9 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "wrapped, so that threads take turns",
         LOSS + "test_a_tokenizer_encodes_in_the_one_method_that_threads_take_turns_in",
     ),
-    "transformers.GenerationMixin._sample": (
-        "a model's own is refused",
-        I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
-    ),
-    "transformers.GenerationMixin._get_logits_processor": (
-        "a model's own is refused with vLLM",
-        I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
-    ),
-    "transformers.GenerationMixin._get_stopping_criteria": (
-        "a model's own is refused with vLLM",
-        I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
-    ),
+    "transformers.GenerationMixin._sample": ("a model's own is refused", METHODS_OF_GENERATE),
+    "transformers.GenerationMixin._get_logits_processor": ("a model's own is refused with vLLM", METHODS_OF_GENERATE),
+    "transformers.GenerationMixin._get_stopping_criteria": ("a model's own is refused with vLLM", METHODS_OF_GENERATE),
 }
 """Hooks of other classes and modules: what is done with each, and its test."""
 
