@@ -1,22 +1,28 @@
-"""Who dies, stops or forks when: what docs/ipc.md promises, with real processes and real signals."""
+"""Who dies, stops or forks when: what docs/ipc.md promises, with real processes and real signals.
 
+Where memory is lost with its exporter, as on a GPU, the "GPU" is `kit.fake_cuda`: the same code of ours, with the CUDA
+runtime in shared host memory. Bugs are seeded in both.
+"""
+
+from __future__ import annotations
+
+import random
 import signal
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from weights_actors import (
-    STEPS,
-    Nursery,
-    is_torn,
-    logged,
-    model_of,
-    processes_mapping,
-    tensors_of,
-)
-from weights_kill_loop import check_reads, kill_loop
+from weights_actors import STEPS, Nursery, is_torn, logged, model_of, processes_mapping, read_log, tensors_of
+from weights_kill_loop import ACTORS, check_reads, kill_loop
+from weights_mutants import GPU_ONLY, MUTANTS
 
-from async_grpo_ipc import ExporterDiedError, WeightExporter, open_remote_memory
+from async_grpo_ipc import AttachError, ExporterDiedError, WeightExporter, open_remote_memory
+from async_grpo_ipc.exporter import READERS_END_S
+from kit.fake_cuda import Knobs, install
 from kit.waiting import is_gone, until
 
 
@@ -36,6 +42,10 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "actor.log"
 
 
+def fresh_model() -> Any:
+    return model_of({name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()})
+
+
 @pytest.mark.parametrize(
     ("kills", "seed"),
     [(40, 1), pytest.param(500, 20, marks=pytest.mark.slow), pytest.param(500, 21, marks=pytest.mark.slow)],
@@ -50,7 +60,7 @@ def test_random_kills_tear_nothing_and_leak_nothing(nursery, handle, kills, seed
 def test_writer_killed_at_any_step_leaves_a_whole_version(nursery, handle, log, step, when):
     writer = nursery.spawn("write_and_die", path=str(handle), log=str(log), step=step, when=when)
     generation = until(lambda: logged(log, "published"), "version 1")[0]["generation"]
-    model = model_of({name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()})
+    model = fresh_model()
     with open_remote_memory(handle) as remote:
         assert remote.pull(model) == 1
         Path(f"{log}.go").touch()
@@ -128,3 +138,134 @@ def test_memory_goes_with_the_last_process_in_either_order(nursery, handle, log,
     assert processes_mapping(generation) == [second]
     nursery.kill(second)
     assert processes_mapping(generation) == []
+
+
+# --- Memory that is lost with its exporter -----------------------------------------------------------------------
+
+
+CAUGHT_S = 60.0  # that readers get to notice a seeded bug
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fake-gpu-") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def gpu_nursery(folder: str) -> Iterator[Nursery]:
+    with Nursery(**Knobs(folder=folder).environment()) as nursery:
+        yield nursery
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(25, 1), pytest.param(500, 20, marks=pytest.mark.slow)])
+def test_random_kills_on_a_gpu_tear_nothing(gpu_nursery: Nursery, handle: Path, kills: int, seed: int):
+    check_reads(kill_loop(gpu_nursery, handle, kills, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "when"), [*((step, when) for step in STEPS for when in ("before", "after")), ("copy", "middle")]
+)
+def test_a_writer_killed_at_any_step_leaves_nothing_that_is_read(
+    gpu_nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
+) -> None:
+    install(Knobs(folder=folder), monkeypatch)
+    writer = gpu_nursery.spawn("write_and_die", path=str(handle), log=str(log), step=step, when=when)
+    until(lambda: logged(log, "published"), "version 1")
+    model = fresh_model()
+    with open_remote_memory(handle) as remote:
+        assert remote.alias(model) == 1
+        assert remote.intact()
+        Path(f"{log}.go").touch()
+        assert gpu_nursery.wait(writer) == signal.SIGKILL
+        assert not remote.intact()
+        with pytest.raises(ExporterDiedError):
+            remote.refresh()
+        with WeightExporter.from_tensors(tensors_of(7), handle) as successor:
+            successor.publish(7)
+            assert remote.refresh() == 7
+            assert remote.intact()
+            remote.release()
+
+
+def test_a_lease_that_outlives_its_exporter_is_not_believed(
+    gpu_nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Knobs(folder=folder), monkeypatch)
+    writer = gpu_nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01)
+    until(lambda: logged(log, "published"), "version 1")
+    with open_remote_memory(handle) as remote:
+        with pytest.raises(ExporterDiedError), remote.lease() as view:
+            first = int(view["t0"][0])
+            assert gpu_nursery.kill(writer) == signal.SIGKILL
+            until(lambda: int(view["t0"][0]) != first, "the memory to be lost")
+
+
+def test_an_exporter_that_ends_waits_for_its_readers_and_not_for_ever(
+    gpu_nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    install(Knobs(folder=folder), monkeypatch)
+    exporter = WeightExporter.from_tensors(tensors_of(1), handle)
+    exporter.publish(1)
+    reader = gpu_nursery.spawn("hold_a_lease", path=str(handle), log=str(log))
+    until(lambda: logged(log, "held"), "the reader's lease")
+    started = time.monotonic()
+    exporter.close()
+    assert time.monotonic() - started >= READERS_END_S
+    assert f"given up while it is read, by pids [{reader}]" in caplog.text
+    gpu_nursery.kill(reader)
+    caplog.clear()
+    exporter = WeightExporter.from_tensors(tensors_of(1), handle)
+    exporter.publish(1)
+    with open_remote_memory(handle) as remote:
+        remote.alias(fresh_model())
+        remote.release()
+        exporter.close()
+        assert "given up" not in caplog.text, "an attached reader that holds nothing does not delay the end"
+        with pytest.raises(ExporterDiedError):
+            remote.refresh()
+
+
+def test_a_worker_that_cannot_reach_the_gpu_reads_from_host_memory(
+    gpu_nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU-a, where the exporter is, is hidden from the reader, and the two are no peers."""
+    writer = gpu_nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01)
+    until(lambda: logged(log, "published"), "version 1")
+    install(Knobs(folder=folder, gpus=("GPU-b",), peers=False), monkeypatch)
+    with pytest.raises(AttachError, match=r"--weights host|way='host'"):
+        open_remote_memory(handle)
+    gpu_nursery.kill(writer)
+    writer = gpu_nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01, way="host")
+    until(lambda: '"kind": "posix"' in handle.read_text(), "the next exporter")
+    with open_remote_memory(handle, timeout_s=10) as remote:
+        assert remote.pull(fresh_model()) >= 1
+    gpu_nursery.kill(writer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "mutant"),
+    [(memory, name) for name in MUTANTS for memory in ("host", "gpu") if memory == "gpu" or name not in GPU_ONLY],
+)
+def test_seeded_bugs_in_the_lease_protocol_are_noticed(handle: Path, folder: str, memory: str, mutant: str) -> None:
+    knobs = Knobs(folder=folder).environment() if memory == "gpu" else {}
+    with Nursery(MUTANT=mutant, **knobs) as nursery:
+        chance = random.Random(1)
+        logs = {name: handle.with_name(f"{name}.log") for name in ACTORS}
+        common = {name: {"path": str(handle), "log": str(logs[name])} for name in ACTORS}
+        writer = nursery.spawn("write_forever", **common["writer"])
+        for seed, name in enumerate(ACTORS[1:]):
+            nursery.spawn("read_forever", way=name.rstrip("2"), seed=seed, **common[name])
+        deadline = time.monotonic() + CAUGHT_S
+        while not any(is_wrong(read_log(logs[name])) for name in ACTORS[1:]):
+            assert time.monotonic() < deadline, f"{mutant} went unnoticed for {CAUGHT_S:g} s"
+            time.sleep(chance.random() * 0.2)
+            nursery.kill(writer)
+            writer = nursery.spawn("write_forever", **common["writer"])
+
+
+def is_wrong(events: list[dict[str, Any]]) -> bool:
+    """A torn read, or an actor that an impossible state ended."""
+    return any(event["kind"] == "failed" or event.get("torn") for event in events)

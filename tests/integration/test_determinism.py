@@ -1,9 +1,10 @@
-"""`--deterministic`: the same seed, the same weights, whoever generates and whoever dies; and `replay`."""
+"""`--deterministic`: the same seed, the same weights, whoever generates and whoever dies; `replay`; chosen prompts."""
 
 from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,19 @@ import psutil
 import pytest
 
 from async_grpo.roles.replay import checkpoint_digest
-from kit.runs import DEADLINE_S, IN_MID_BATCH, SETUP, command, finish, lines_of, read, steps_logged, weights_of_a_replay
+from kit.runs import (
+    DEADLINE_S,
+    IN_MID_BATCH,
+    SETUP,
+    audited,
+    command,
+    finish,
+    kill_the_server_at,
+    lines_of,
+    read,
+    steps_logged,
+    weights_of_a_replay,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -24,15 +37,6 @@ def weights_of(folder: Path, step: int = STEPS) -> str:
 
 def train(folder: Path, *options: str, **env: str) -> str:
     return finish(folder, "--steps", str(STEPS), "--deterministic", *options, **env)
-
-
-def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> None:
-    folder.mkdir(exist_ok=True)
-    arguments = ("train", str(SETUP), "--deterministic", *options)
-    with command(*arguments, cwd=folder, TEST_REWARD_S="0.1", **env) as run:
-        run.wait_until(lambda: len(steps_logged(folder / "worker")) >= step, f"step {step}")
-        run.server().kill()
-        assert run.wait() != 0, run.output
 
 
 def ages(line: dict[str, Any]) -> list[int]:
@@ -52,14 +56,12 @@ def undisturbed_and_empty(folder: Path) -> tuple[Path, Path]:
     return one, stopped
 
 
-def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a_replay(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_any_number_of_workers_any_death_and_a_replay_give_the_same_weights(undisturbed: Path, tmp_path: Path) -> None:
     """The server is killed after a checkpoint in the middle of a generation batch, and continues from there."""
     expected = weights_of(undisturbed, 14)
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
     steps = ("--steps", "14")
-    kill_the_server_at(9, tmp_path, *steps, "-n", "2", **env)
+    kill_the_server_at(9, tmp_path, *steps, "-n", "2", "--deterministic", **env)
     assert (tmp_path / "checkpoints/checkpoint-8/rollout_batch.safetensors").exists()
     output = finish(tmp_path, *steps, "-n", "1", "--deterministic", "--resume", **env)
     assert "resuming from" in output
@@ -92,7 +94,7 @@ def test_a_death_after_any_kind_of_checkpoint(tmp_path: Path, arguments: dict[st
     one, killed = tmp_path / "one", tmp_path / "killed"
     one.mkdir()
     train(one, "-n", "1", *options, **env)
-    kill_the_server_at(saved + 1, killed, "--steps", str(STEPS), "-n", "3", *options, **env)
+    kill_the_server_at(saved + 1, killed, "--deterministic", "--steps", str(STEPS), "-n", "3", *options, **env)
     in_mid_batch = (killed / f"checkpoints/checkpoint-{saved}/rollout_batch.safetensors").exists()
     assert in_mid_batch == (arguments.get("steps_per_generation", 1) > 1)
     train(killed, "-n", "2", "--resume", **env)
@@ -128,3 +130,67 @@ def test_a_stop_before_the_first_step_gives_the_same_weights(tmp_path: Path) -> 
     assert (stopped / "checkpoints" / "checkpoint-0").is_dir()
     train(stopped, "-n", "1", "--resume")
     assert weights_of(stopped) == weights_of(one)
+
+
+# --- With prompts that are chosen --------------------------------------------------------------------------------
+
+
+FEW_ROWS = f"""
+import os, sys, time
+sys.path.insert(0, {str(SETUP.parent)!r})
+import random_model
+
+def reward(prompts, completions, **_):
+    time.sleep(float(os.environ.get("TEST_REWARD_S", "0")))
+    return [len(completion) * (prompt[0] != "0") for prompt, completion in zip(prompts, completions)]
+
+def get_trainer():
+    random_model.reward = reward
+    trainer = random_model.get_trainer()
+    trainer.train_dataset = trainer.train_dataset.select(range(4, 12))
+    return trainer
+"""
+"""Eight rows, which four prompts a step pass many times: the rewards of the first four are always 0."""
+
+
+@pytest.fixture
+def few_rows(tmp_path: Path) -> Path:
+    path = tmp_path / "few_rows.py"
+    path.write_text(FEW_ROWS)
+    return path
+
+
+def chosen(folder: Path) -> list[int]:
+    return [json.loads(line)["row"] for line in (folder / "worker/chosen.jsonl").read_text().splitlines()]
+
+
+def train_killed(folder: Path, setup: Path, *options: str) -> str:
+    """Kill the server after the checkpoint of step 4, and resume the run; what the resume printed."""
+    kill_the_server_at(6, folder, *options, "-n", "2", setup=setup)
+    before = chosen(folder)
+    output = finish(folder, "--resume", "-n", "1", setup=setup)
+    assert "resuming from" in output
+    assert chosen(folder)[: len(before)] == before, "each job keeps its row"
+    return output
+
+
+def test_a_death_changes_no_weight_and_rows_that_teach_nothing_are_rare(few_rows: Path, tmp_path: Path) -> None:
+    options = ("--steps", "14", "--deterministic", "--choose-prompts")
+    one, killed = tmp_path / "one", tmp_path / "killed"
+    one.mkdir()
+    finish(one, *options, "-n", "1", setup=few_rows)
+    train_killed(killed, few_rows, *options)
+    assert chosen(killed) == chosen(one)
+    of_row = Counter(chosen(one))
+    assert sum(of_row[row] for row in range(4)) < sum(of_row[row] for row in range(4, 8)) / 2
+    weights = [checkpoint_digest(folder / "checkpoints/checkpoint-14") for folder in (one, killed)]
+    assert weights[0] == weights[1] == weights_of_a_replay(killed)
+    assert "OK: all 56 groups accounted for" in audited(killed / "worker")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_that_chooses_and_filters_uses_what_was_generated(few_rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    output = train_killed(folder, few_rows, "--steps", "14", "--choose-prompts", "--filter-zero-variance")
+    assert "OK: all" in audited(folder / "worker")
+    assert not list((folder / "worker/quarantine").iterdir()), output

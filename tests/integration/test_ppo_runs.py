@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.roles.replay import checkpoint_digest
-from kit.runs import IN_MID_BATCH, SETUP, command, finish, read, steps_logged, weights_of_a_replay
+from kit.runs import IN_MID_BATCH, SETUP, finish, kill_the_server_at, read, weights_of_a_replay
 from kit.several_ranks import EXAMPLES, config_of, same_training, same_weights
 
 pytestmark = pytest.mark.integration
@@ -20,10 +20,7 @@ def test_a_death_leaves_policy_and_critic_as_a_replay_makes_them(tmp_path: Path)
     """The server is killed after a checkpoint in the middle of a generation batch, and continues from there."""
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
     options = ("--steps", "8", "--deterministic", "-n", "1")
-    with command("train", str(PPO), *options, cwd=tmp_path, TEST_REWARD_S="0.1", **env) as run:
-        run.wait_until(lambda: len(steps_logged(tmp_path / "worker")) >= 5, "step 5")
-        run.server().kill()
-        assert run.wait() != 0, run.output
+    kill_the_server_at(5, tmp_path, *options, setup=PPO, **env)
     first, last = (tmp_path / "checkpoints" / f"checkpoint-{step}" for step in (4, 8))
     assert (first / "rollout_batch.safetensors").exists()
     assert "resuming from" in finish(tmp_path, *options, "--resume", setup=PPO, **env)

@@ -1,4 +1,4 @@
-"""When TRL's trainer calls what happens around its optimizer steps."""
+"""When TRL's trainer calls what happens around its optimizer steps, and where metrics go."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.integrations import integration_utils
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.telemetry.run_log import RunLog
+from async_grpo.training.reporting import CurvesCallback, report
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import fit
 from kit.in_process import InProcessRun
+from kit.runs import lines_of
 from kit.tiny_trainer import build_trainer, plain_rows
 
 pytestmark = pytest.mark.integration
@@ -123,9 +127,7 @@ def test_a_stop_in_the_middle_of_a_step_saves_the_batch_that_the_last_step_left_
     unfinished = run.trainer.batch_after_step
     assert unfinished.passes_done == 1
     advantages = [inputs["advantages"] for inputs in unfinished.inputs]
-    assert sorted(value for part in advantages for value in part.tolist()) == sorted(
-        run.inputs[1]["advantages"].tolist()
-    )
+    assert sorted(torch.cat(advantages).tolist()) == sorted(run.inputs[1]["advantages"].tolist())
 
 
 def test_a_checkpoint_at_the_last_step_is_not_trained_on(tmp_path: Path) -> None:
@@ -152,14 +154,9 @@ class StagedRun(NotedRun):
 
 def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_path: Path) -> None:
     settings = {"max_steps": 2, "save_strategy": "best", "save_total_limit": 1, "per_device_eval_batch_size": 8}
-    evaluated = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "reward",
-        "greater_is_better": True,
-    }
+    judged = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "reward", "greater_is_better": True}
     rows = {"eval_dataset": plain_rows(4)}
-    run = StagedRun(lambda: build_trainer(tmp_path, arguments=rows, **evaluated, **settings))
+    run = StagedRun(lambda: build_trainer(tmp_path, arguments=rows, **judged, **settings))
     (tmp_path / "checkpoint-30-backup").mkdir()
     fit(run.trainer, resume_from=None)
     best = Path(run.trainer.state.best_model_checkpoint)
@@ -170,9 +167,7 @@ def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_
     assert run.trainer.args.save_total_limit == 1
 
 
-def test_the_best_checkpoint_is_found_again_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative output_dir: the state names a path that only the folder of the first start has."""
     steps = {"save_strategy": "steps", "save_steps": 1}
     fit(NotedRun(lambda: build_trainer(tmp_path, max_steps=2, **steps)).trainer, resume_from=None)
@@ -212,3 +207,55 @@ def test_the_hub_leaves_out_what_begins_with_an_underscore(tmp_path: Path, monke
     trainer.hub_model_id, trainer.push_in_progress = "me/model", SimpleNamespace(is_done=lambda: True, jobs=[])
     trainer.push_to_hub()
     assert patterns == [["_*", "checkpoint-*"]]
+
+
+# --- Metrics: to what `report_to` names, to TensorBoard where it names none, and always to metrics.jsonl ---------
+
+
+class Tracker(TrainerCallback):
+    """A reporter as transformers has them for wandb and trackio: made without arguments, told by `on_log`."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.told.append({"step": state.global_step, **(logs or {})})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InProcessRun:
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tracker", Tracker)
+    return InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tracker"]))
+
+
+def callback(run: InProcessRun, kind: type[Any]) -> list[Any]:
+    return [it for it in run.trainer.callback_handler.callbacks if isinstance(it, kind)]
+
+
+def test_what_report_to_names_is_told_everything(run: InProcessRun, tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    curves = report(run.trainer, log, tmp_path / "tensorboard")
+    run.train()
+    log.close()
+    assert curves() == tmp_path / "tensorboard"
+    (tracker,) = callback(run, Tracker)
+    steps = [entry for entry in tracker.told if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    ours = {"async/staleness_mean", "async/rollouts_per_second", "async/trainer_wait_fraction"}
+    assert ours | {"reward", "rewards/letters/mean", "completions/mean_length", "grad_norm"} <= steps[0].keys()
+    written = lines_of(tmp_path / "metrics.jsonl")
+    assert [set(entry) - {"monotonic_s"} for entry in written] == [set(entry) for entry in tracker.told]
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))  # nobody named another one
+
+
+def test_a_tensorboard_of_the_users_is_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "mine"))
+    run = InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tensorboard"]))
+    log = RunLog(tmp_path / "metrics.jsonl")
+    curves = report(run.trainer, log, tmp_path / "tensorboard")
+    run.train()
+    log.close()
+    assert callback(run, CurvesCallback) == []
+    assert curves() == tmp_path / "mine"
+    assert not (tmp_path / "tensorboard").exists()
+    assert list((tmp_path / "mine").rglob("events.out.tfevents.*"))

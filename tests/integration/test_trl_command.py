@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ import yaml
 from trl.scripts import grpo
 
 from async_grpo.errors import AsyncGRPOError
+from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.setup.generated.trl_command import TRLCommand
 from async_grpo.training.trl_trainer import fit
 from kit.compared_with_trl import largest_difference
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replaying
+from kit.runs import Command, steps_logged
 from kit.tiny_trainer import PROMPTS, build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -122,6 +126,30 @@ def test_a_run_that_was_killed_before_its_model_was_saved_saves_it_on_resume(fol
     again = InProcessRun(command_of(folder, *flags).trainer)
     assert not fit(again.trainer, resume_from=output / "checkpoint-1"), "there was nothing to train"
     assert saved.read_bytes() == weights
+
+
+@pytest.mark.slow
+def test_a_run_of_a_yaml_file_is_stopped_and_continued_in_another_folder(folder: Path, tmp_path: Path) -> None:
+    of_trl = Path(shutil.copytree(folder, tmp_path / "of_trl"))
+    (tmp_path / "elsewhere").mkdir()
+    flags = ["--max_steps", "400", "--save_strategy", "steps", "-n", "1", "--max-staleness", "0"]
+    env = {"XDG_CACHE_HOME": str(of_trl / "cache")}
+    begun = Command(["train", "grpo.yaml", *flags], of_trl, **env)
+    run = RunDir(of_trl / "worker")
+    begun.wait_until(lambda: steps_logged(run.root), "a step")
+    begun.process.send_signal(signal.SIGINT)
+    assert begun.wait() == 0, begun.output
+    state = run.read_state()
+    assert state is not None and 0 < state.step < 400
+    for written in (of_trl / "cache").rglob("*.py"):
+        written.unlink()
+    steps = ["--steps", str(state.step + 2)]
+    resumed = Command(["train", "--resume", "--run-dir", str(run.root), *steps], tmp_path / "elsewhere", **env)
+    assert resumed.wait() == 0, resumed.output
+    after = run.read_state()
+    assert after is not None and (after.state, after.step) == (FINISHED, state.step + 2)
+    assert (of_trl / "out" / "model.safetensors").is_file(), "at the end of the training, as TRL's command"
+    assert not (tmp_path / "elsewhere" / "out").exists()
 
 
 def refused(call: Callable[[], Any]) -> str:

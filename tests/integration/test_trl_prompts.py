@@ -1,14 +1,15 @@
-"""Which prompts a run takes, in the order of TRL's own sampler; and the trainers that are refused."""
+"""Which prompts a run takes, in the order of TRL's sampler; which each completion is trained on; what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
@@ -17,7 +18,8 @@ from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import refuse_unsupported
 from kit.compared_with_trl import settings
 from kit.in_process import InProcessRun
-from kit.tiny_trainer import PROMPTS, build_trainer, letters, plain_rows
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
+from kit.tiny_trainer import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer, length, letters, plain_rows
 
 pytestmark = pytest.mark.integration
 
@@ -41,16 +43,14 @@ def test_prompts_come_in_the_order_of_trl(name: str, streamed: bool, tmp_path: P
     """More than two epochs of 14 rows, of which 3 batches of 4 prompts can be made."""
     drawn: list[str] = []
 
-    def note_prompts(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    def note(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         drawn.extend(prompts)
         return letters(completions)
 
     def get_trainer() -> GRPOTrainer:
         rows = plain_rows()
         rows = rows.to_iterable_dataset() if streamed else rows
-        return build_trainer(
-            tmp_path, train_dataset=rows, reward_funcs=note_prompts, max_completion_length=1, **ORDERS[name]
-        )
+        return build_trainer(tmp_path, train_dataset=rows, reward_funcs=note, max_completion_length=1, **ORDERS[name])
 
     plain = get_trainer()
     plain.train()
@@ -136,3 +136,135 @@ def test_a_rollout_func_without_logprobs_is_refused(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path, {"rollout_func": rollout_func}))
     with pytest.raises(UnsupportedError, match=r"rollout_func.*'logprobs'"):
         run.train()
+
+
+# --- Each completion is trained on with the prompt that it was sampled from --------------------------------------
+
+
+def varying() -> Callable[[], Any]:
+    """Environments of one trainer: no two starts are alike."""
+    starts = iter(range(10_000))
+
+    class Varying:
+        def reset(self, **row: Any) -> str:
+            return f" {next(starts)}!"
+
+    return Varying
+
+
+def repeats_digits(prompt: str, index: int) -> str:
+    """So that the completion says what it was sampled from."""
+    return digits(prompt)
+
+
+def digits(text: str) -> str:
+    return "".join(character for character in text if character.isdigit())
+
+
+def prompts_and_completions(run: InProcessRun) -> list[tuple[str, str]]:
+    """The prompt and completion of each row that was trained on."""
+    decode = run.trainer.processing_class.decode
+    return [
+        (decode(prompt[prompt_mask.bool()]), decode(completion[mask.bool()]))
+        for batch in run.inputs
+        for prompt, prompt_mask, completion, mask in zip(
+            *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("with_prompt", [True, False], ids=["prompt in the dataset", "no prompt in the dataset"])
+def test_environments_whose_reset_varies(with_prompt: bool, tmp_path: Path) -> None:
+    own = {"prompt": [{"role": "user", "content": "Say"}]} if with_prompt else {"environment": "varying"}
+    rows = Dataset.from_list([own] * 8)
+
+    def get_trainer(**changes: Any) -> GRPOTrainer:
+        factory = varying() if with_prompt else {"varying": varying()}
+        made = settings(
+            tmp_path,
+            {"environment_factory": factory},
+            chat_template=QWEN3_CHAT_TEMPLATE,
+            train_dataset=rows,
+            reward_funcs=[length],
+        )
+        return made(**changes)
+
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(repeats_digits))).train()
+    trained = prompts_and_completions(run)
+    assert [digits(prompt) for prompt, _ in trained] == [digits(completion) for _, completion in trained]
+    assert len({prompt for prompt, _ in trained}) == len(trained) == 16
+
+    plain: Any = get_trainer(trainer_class=writing(repeats_digits))
+    plain.train()
+    assert list(run.trainer._logs["prompt"]) == list(plain._logs["prompt"]), "the observation is logged"
+    assert list(run.trainer._logs["completion"]) == list(plain._logs["completion"])
+    lengths = [[entry["completions/mean_length"] for entry in it.state.log_history[:2]] for it in (run.trainer, plain)]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_rollout_func_with_a_prompt_for_each_completion(tmp_path: Path) -> None:
+    def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        texts = [f"{prompt}{index}" for index, prompt in enumerate(prompts)]
+        tokenizer = trainer.processing_class
+        completion_ids = tokenizer([f"{index}" for index in range(len(prompts))])["input_ids"]
+        return {
+            "prompt_ids": tokenizer(texts)["input_ids"],
+            "completion_ids": completion_ids,
+            "logprobs": [[-1.0] * len(row) for row in completion_ids],
+        }
+
+    run = InProcessRun(
+        settings(tmp_path, {"rollout_func": rollout_func}, train_dataset=Dataset.from_list([{"prompt": "p"}] * 8))
+    ).train()
+    trained = prompts_and_completions(run)
+    assert [digits(prompt) for prompt, _ in trained] == [completion for _, completion in trained]
+    assert [group.prompts for group in run.groups] == [[]] * len(run.groups), "the dataset's own"
+
+
+class Shortening(GRPOTrainer):
+    """Cuts the last token off each completion, and counts the batches in which it did."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        prompt_ids, completion_ids, mask, _, logprobs, *others = super()._generate(prompts)
+        completion_ids = [ids[:-1] for ids in completion_ids]
+        completions = [f"<{text}>" for text in self.processing_class.batch_decode(completion_ids)]
+        self._metrics["train" if self.model.training else "eval"]["shortened"].append(1.0)
+        return prompt_ids, completion_ids, mask, completions, [row[:-1] for row in logprobs], *others
+
+
+def test_an_override_of_generate_runs_once(tmp_path: Path) -> None:
+    seen: list[tuple[str, list[int]]] = []
+
+    def note(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.extend(zip(completions, completion_ids, strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    run = InProcessRun(settings(tmp_path, trainer_class=Shortening, reward_funcs=note)).train()
+    trained = [completion for _, completion in prompts_and_completions(run)]
+    assert [f"<{text}>" for text in trained] == [text for text, _ in seen]
+    assert [len(ids) for _, ids in seen] == [sum(mask) for batch in run.inputs for mask in batch["completion_mask"]]
+    assert [entry["shortened"] for entry in run.logs] == [1.0, 1.0]
+
+
+class Prefixing(GRPOTrainer):
+    """Changes the prompts before TRL sees them."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        return super()._generate_and_score_completions([{**row, "prompt": f"7{row['prompt']}"} for row in inputs])
+
+
+def test_an_override_that_changes_prompts_does_so_once(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"prompt": f"{n}"} for n in range(8)])
+    run = InProcessRun(settings(tmp_path, trainer_class=Prefixing, train_dataset=rows, max_steps=1)).train()
+    sampled = [prompt for prompt, _ in prompts_and_completions(run)]
+    assert {len(prompt) for prompt in sampled} == {2}
+    assert list(run.trainer._logs["prompt"]) == sampled
+
+
+def test_equal_prompts_are_stored_once(tmp_path: Path) -> None:
+    run = InProcessRun(settings(tmp_path)).train()
+    for group in run.groups:
+        assert group.prompt_lengths is None
+        assert group.prompts == []
+        text = run.trainer.processing_class.decode(group.prompt_ids)
+        assert text == group.job.row["prompt"] == group.prompt(0) == group.prompt(1)

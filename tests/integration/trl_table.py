@@ -21,6 +21,18 @@ def compared(row: str) -> str:
     return I + f"test_trl_differential.py::test_a_row_trains_as_trl_does[{row}]"
 
 
+# Tests that the tables name.
+ENGINE_SETTINGS = U + "engines/test_vllm_options.py::test_engine_settings_are_those_of_the_config"
+EVALUATES = I + "test_trl_training.py::test_evaluation_generates_in_the_trainer"
+CHECKPOINTS = I + "test_trl_training.py::test_checkpoints_are_told_and_rotated"
+NOISE = I + "test_trl_training.py::test_noise_in_embeddings_that_workers_do_not_have_is_told"
+NO_ENGINE = I + "test_trl_contract_loss.py::test_a_file_with_use_vllm_is_built_without_an_engine"
+SERVER_OR_ENGINE = U + "setup/test_generator_choice.py::test_a_server_generates_where_the_file_asks_for_vllm"
+REGEX = U + "setup/test_sampling.py::test_a_regex_needs_vllm_and_changes_what_is_drawn"
+BEST = I + "test_training_events.py::test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one"
+REFUSALS = I + "test_trl_prompts.py::test_refusals_name_the_setting_and_the_way_out"
+LENGTHENED = I + "test_changed_sampling.py::test_a_callback_that_raises_the_length_is_followed_from_the_next_batch_on"
+
 DRAWN: frozenset[str] = frozenset({*FIELDS, *TOGETHER})
 """Fields of which random values are compared with plain TRL."""
 
@@ -33,26 +45,14 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
         "model_init_kwargs trust_remote_code",
     ),
     ("in the workers", compared("a model that TRL builds"), "cache_implementation"),
-    (
-        "the workers generate with vLLM; the server starts no engine",
-        I + "test_trl_contract_loss.py::test_a_file_with_use_vllm_is_built_without_an_engine",
-        "use_vllm",
-    ),
-    (
-        "an engine in each worker, or one server for one worker",
-        U + "setup/test_generator_choice.py::test_a_server_generates_where_the_file_asks_for_vllm",
-        "vllm_mode",
-    ),
+    ("the workers generate with vLLM; the server starts no engine", NO_ENGINE, "use_vllm"),
+    ("an engine in each worker, or one server for one worker", SERVER_OR_ENGINE, "vllm_mode"),
     (
         "of each worker's engine; several GPUs need `--generator vllm-server`, and are refused otherwise",
-        U + "engines/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
+        ENGINE_SETTINGS,
         "vllm_model_impl vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size",
     ),
-    (
-        "with vLLM, where the correction admits it; with transformers refused",
-        U + "setup/test_sampling.py::test_a_regex_needs_vllm_and_changes_what_is_drawn",
-        "vllm_structured_outputs_regex",
-    ),
+    ("with vLLM, where the correction admits it; with transformers refused", REGEX, "vllm_structured_outputs_regex"),
     (
         "of the server that the worker feeds",
         I + "test_vllm_server.py::test_the_group_port_and_the_world_are_trls",
@@ -78,14 +78,14 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "evaluation is the trainer's own, where nothing else is said (`--eval-every`)",
-        I + "test_trl_training.py::test_evaluation_generates_in_the_trainer",
+        EVALUATES,
         "eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size num_generations_eval do_eval "
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
         "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval",
     ),
     (
         "checkpoints are TRL's, with the state of the rollouts added",
-        I + "test_trl_training.py::test_checkpoints_are_told_and_rotated",
+        CHECKPOINTS,
         "output_dir save_strategy save_steps save_total_limit save_only_model save_on_each_node",
     ),
     (
@@ -93,14 +93,10 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
         compared("columns that are removed"),
         "remove_unused_columns",
     ),
-    (
-        "in the server",
-        I + "test_training_events.py::test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one",
-        "load_best_model_at_end metric_for_best_model greater_is_better",
-    ),
+    ("in the server", BEST, "load_best_model_at_end metric_for_best_model greater_is_better"),
     (
         "what is reported to gets all that the server logs",
-        I + "test_reporting.py::test_what_report_to_names_is_told_everything",
+        I + "test_training_events.py::test_what_report_to_names_is_told_everything",
         "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
     ),
     (
@@ -114,21 +110,9 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
         "local_rank",
     ),
-    (
-        "version 2; version 1 is refused",
-        I + "test_trl_prompts.py::test_refusals_name_the_setting_and_the_way_out",
-        "fsdp fsdp_config",
-    ),
-    (
-        "in the server; workers sample without, as without dropout, and the start says so",
-        I + "test_trl_training.py::test_noise_in_embeddings_that_workers_do_not_have_is_told",
-        "neftune_noise_alpha",
-    ),
-    (
-        "the workers sample in the trainer's precision",
-        U + "engines/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
-        "bf16 fp16",
-    ),
+    ("version 2; version 1 is refused", REFUSALS, "fsdp fsdp_config"),
+    ("in the server; workers sample without, as without dropout, and the start says so", NOISE, "neftune_noise_alpha"),
+    ("the workers sample in the trainer's precision", ENGINE_SETTINGS, "bf16 fp16"),
 ]
 
 # Why it makes no difference, and the fields.
@@ -174,13 +158,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 SHOWN_ARGUMENTS: list[tuple[str, str, str]] = [
     ("as in TRL", DIFFERENTIAL, " ".join(ARGUMENTS)),
-    ("the server evaluates", I + "test_trl_training.py::test_evaluation_generates_in_the_trainer", "eval_dataset"),
+    ("the server evaluates", EVALUATES, "eval_dataset"),
     ("in the workers", compared("a reward model"), "reward_processing_classes"),
-    (
-        "in the server; what they change of the sampling goes to the workers",
-        I + "test_changed_sampling.py::test_a_callback_that_raises_the_length_is_followed_from_the_next_batch_on",
-        "callbacks",
-    ),
+    ("in the server; what they change of the sampling goes to the workers", LENGTHENED, "callbacks"),
     ("in the server", compared("an optimizer"), "optimizers"),
     ("shared like all frozen weights", I + "test_lora.py::test_qlora_shares_the_quantised_base", "quantization_config"),
     ("in the workers", compared("tools"), "tools"),
@@ -191,7 +171,7 @@ SHOWN_ARGUMENTS: list[tuple[str, str, str]] = [
 # The test that shows an override at work, of each effect in `setup.overrides`, by one of its methods.
 SHOWN_METHODS: dict[str, str] = {
     "__init__": compared("overrides"),
-    "_generate": I + "test_prompts_of_rows.py::test_an_override_of_generate_runs_once",
+    "_generate": I + "test_trl_prompts.py::test_an_override_of_generate_runs_once",
     "_generate_single_turn": compared("a single turn"),
     "_tokenize_prompts": I + "test_rollout_groups.py::test_a_prompt_that_a_method_changes_stays_the_datasets",
     "_calculate_rewards": compared("overrides"),
@@ -201,7 +181,7 @@ SHOWN_METHODS: dict[str, str] = {
     "_prepare_inputs": U
     + "training/test_rollout_source.py::test_a_trainer_that_takes_several_batches_for_one_step_gets_them",
     "compute_loss": compared("overrides"),
-    "prediction_step": I + "test_trl_training.py::test_evaluation_generates_in_the_trainer",
+    "prediction_step": EVALUATES,
     "_log_metric": compared("overrides"),
-    "_save_checkpoint": I + "test_trl_training.py::test_checkpoints_are_told_and_rotated",
+    "_save_checkpoint": CHECKPOINTS,
 }
