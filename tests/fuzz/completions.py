@@ -23,63 +23,11 @@ TRUTHS: dict[str, Any] = {"logic__zebra": TABLE, "logic__ordering": ["a", "b"], 
     "codegen": ["assert f(1) == 3", "assert math.isclose(abs(f(1) - 2), 1) == True"]
 }
 COLUMNS = {"answer": "18", "test_list": TRUTHS["codegen"], "aliases": ["Paris"], "wanted": "a"}
+TAGS = "<answer> </answer> <reasoning> </reasoning> <end_working_out> <SOLUTION> </SOLUTION> <|a|>"
+MARKS = r"""``` #### \boxed{ \frac{1}{2} $ ]]} } { [ ( - , . * ! \ ' f( "\ud800" 1e999999 9**9**9 NaN eggs"""
 PIECES = [
-    *(
-        "<answer>",
-        "</answer>",
-        "<reasoning>",
-        "</reasoning>",
-        "<end_working_out>",
-        "<SOLUTION>",
-        "</SOLUTION>",
-        "<|a|>",
-    ),
-    *(
-        "```\n",
-        "```python\n",
-        "```",
-        "####",
-        "\\boxed{",
-        "\\frac{1}{2}",
-        "$",
-        '{"rows": [[',
-        "]]}",
-        "{'out': ",
-        "}",
-        "{",
-    ),
-    *(
-        "[",
-        "(",
-        "-",
-        ",",
-        ".",
-        "*",
-        "1e999999",
-        "9**9**9",
-        "0x" + "f" * 5000,
-        "9" * 5000,
-        "9" * 90,
-        "NaN",
-        "1 billion ",
-    ),
-    *(
-        "eggs",
-        "a" * 40,
-        "!",
-        " ",
-        "\n",
-        "\0",
-        "\ud800",
-        "\u0663",
-        "\u00b2",
-        "\\",
-        "'",
-        '"\\ud800"',
-        "x: ",
-        "f(",
-        "not ",
-    ),
+    *(*TAGS.split(), *MARKS.split(), "```\n", "```python\n", '{"rows": [[', "{'out': ", "x: ", "not ", "1 billion "),
+    *("0x" + "f" * 5000, "9" * 5000, "9" * 90, "a" * 40, " ", "\n", "\0", "\ud800", "\u0663", "\u00b2"),
 ]
 REPEATED = st.tuples(st.sampled_from(PIECES) | st.text(max_size=4), st.sampled_from([1, 1, 1, 2, 30, 300]))
 TEXTS = st.lists(REPEATED, max_size=6).map(lambda parts: "".join(piece * times for piece, times in parts))

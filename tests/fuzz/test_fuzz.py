@@ -21,11 +21,7 @@ EXAMPLES = 100
 )
 def test_only_our_own_errors_come_out(target: Target, tmp_path: Path) -> None:
     @settings(
-        max_examples=EXAMPLES,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(data=st.data())
     def read(data: st.DataObject) -> None:

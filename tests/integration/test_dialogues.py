@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from trl import GRPOTrainer
@@ -20,13 +19,12 @@ from trl.trainer import grpo_trainer
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.rollout.threads import main_thread
-from async_grpo.setup.generator_choice import VLLM
-from async_grpo.tokens import Tokens
 from kit.compared_with_trl import settings
+from kit.groups import values_of
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of
-from kit.scripted import ScriptedEngine, ScriptedGenerator, Streaming, writing
+from kit.scripted import NewWeightsEachTurn, ScriptedEngine, ScriptedGenerator, Streaming, kept, writing
 from kit.scripted_trl import Reply, calls_multiply
-from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer, chat_rows, length, letters, plain_rows
+from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, length, plain_rows
 from kit.tools import double, multiply, written
 from kit.waiting import DEADLINE_S
 
@@ -114,11 +112,9 @@ def test_dialogues_are_as_in_plain_trl(tmp_path: Path, monkeypatch: pytest.Monke
     _, completion_ids, masks, completions, logprobs, *_ = plain._generate(prompts)
 
     assert [message for group in groups for message in group.completions] == completions
-    assert [token for group in groups for token in group.completion_ids.tolist()] == [
-        *chain.from_iterable(completion_ids)
-    ]
-    assert [mask for group in groups for mask in group.tool_mask.tolist()] == [*chain.from_iterable(masks)]  # type: ignore[union-attr]
-    assert [value for group in groups for value in group.sampling_logprobs.tolist()] == [*chain.from_iterable(logprobs)]
+    assert values_of(groups, "completion_ids") == [*chain.from_iterable(completion_ids)]
+    assert values_of(groups, "tool_mask") == [*chain.from_iterable(masks)]
+    assert values_of(groups, "sampling_logprobs") == [*chain.from_iterable(logprobs)]
     counted = plain._metrics["train"]
     calls = [group.metrics["tools/call_frequency"][0] for group in groups]
     failures = [group.metrics["tools/failure_frequency"][0] for group in groups]
@@ -167,9 +163,7 @@ def test_the_model_reads_what_a_tool_wrote_and_the_loss_does_not(tmp_path: Path)
     run.train()
     trainer, inputs = run.trainer, run.inputs[0]
     row = next(index for index, mask in enumerate(inputs["tool_mask"]) if not bool(mask.all()))
-    tool_tokens = (inputs["tool_mask"][row] * inputs["completion_mask"][row] == 0) & inputs["completion_mask"][
-        row
-    ].bool()
+    tool_tokens = inputs["completion_mask"][row].bool() & ~inputs["tool_mask"][row].bool()
     position = int(tool_tokens.nonzero()[0])
     changed = {**inputs, "completion_ids": inputs["completion_ids"].clone()}
     changed["completion_ids"][row, position] = (changed["completion_ids"][row, position] + 1) % 90
@@ -244,9 +238,7 @@ def worker_of(tmp_path: Path, engine_of: Any, reply: Any = calls, **given: Any) 
 
 
 @engines
-def test_an_error_in_a_dialogue_costs_its_group_alone(
-    engine_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_costs_its_group_alone(engine_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a template cannot render what a tool returned."""
     worker = worker_of(tmp_path, engine_of)
     jobs = jobs_of(chat_rows(3))
@@ -318,29 +310,33 @@ class Adder:
         return float(self.total)
 
 
-CALLS = {
-    "tools": '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>',
-    "environments": '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>',
-}
+CALLS = {"tools": written(("multiply", {"a": 3, "b": 4})), "environments": written(("add", {"number": 3}))}
 GIVEN = {"tools": {"tools": [multiply]}, "environments": {"environment_factory": Adder}}
+
+
+class Together(NewWeightsEachTurn):
+    """Answers nothing until the first turns of all dialogues are there."""
+
+    def __init__(self, script: ScriptedGenerator) -> None:
+        super().__init__(script)
+        self._missing, self._waiting = 2 * GROUPS, []
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        self._missing -= len(new)
+        self._waiting += new
+        if self._missing > 0:
+            return []
+        waiting, self._waiting = self._waiting, []
+        return super().sample(waiting)
 
 
 @pytest.mark.parametrize("kind", ["tools", "environments"])
 def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> None:
-    trainer = build_trainer(
-        tmp_path,
-        chat_template=QWEN3_CHAT_TEMPLATE,
-        train_dataset=chat_rows(),
-        arguments=dict(GIVEN[kind]),
-        reward_funcs=[letters],
-        max_completion_length=300,
-    )
-    engine = Played(build_tokenizer(QWEN3_CHAT_TEMPLATE), CALLS[kind])
-    worker = InProcessWorker(trainer, engine)
-    rows = list(trainer.train_dataset)[:GROUPS]
-    groups = worker.generate(jobs_of(rows, group_size=2), version=4)
-    assert engine.most == GROUPS * 2, "all dialogues were in flight before any got a token"
-    for group in groups:
+    def reply(prompt: str, index: int) -> str:
+        return "done" if "<tool_response>" in prompt else [CALLS[kind], "no tool"][index]
+
+    worker = worker_of(tmp_path, Together, reply, **GIVEN[kind])
+    for group in worker.generate(jobs_of(chat_rows(GROUPS)), version=4):
         roles = [[message["role"] for message in completion] for completion in group.completions]
         assert roles == [["assistant", "tool", "assistant"], ["assistant"]]
         assert group.completions[0][1]["content"] == ("12" if kind == "tools" else "3")
@@ -355,46 +351,6 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         rewards = worker.trl.score([group])[0].rewards
         if kind == "environments":
             assert rewards[:, 1].tolist() == [3.0, 0.0], "each group's rewards are of its own environments"
-
-
-def kept(token: int) -> bytes:
-    """What truncated sampling kept beside this token."""
-    return np.array([token, token + 1], np.int32).tobytes()
-
-
-class Played:
-    """Answers first turns with a call in the first one, as version 4, and later turns as version 5."""
-
-    capabilities, most_groups = VLLM, GROUPS
-
-    def __init__(self, tokenizer: Any, call: str) -> None:
-        self._tokenizer = tokenizer
-        self._answers = [[call, "no tool"], ["done"]]
-        self._first: list[PreparedGroup] = []
-        self.most = 0
-
-    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        self._first += [turn for turn in new if turn.turn == 0]
-        ended = [self._answer(turn) for turn in new if turn.turn]
-        if len(self._first) == GROUPS * 2:
-            self.most = len(self._first)
-            ended += [self._answer(turn) for turn in self._first]
-            self._first = []
-        return ended
-
-    def follow(self, weights: Any) -> Any: ...
-
-    def close(self) -> None: ...
-
-    def _answer(self, turn: PreparedGroup) -> SampledGroup:
-        assert len(turn.prompt_ids) == 1
-        ids = self._tokenizer(self._answers[turn.turn][turn.first_index] + self._tokenizer.eos_token)["input_ids"]
-        return SampledGroup(
-            prepared=turn,
-            tokens=[
-                Tokens(ids, [-1.0] * len(ids), versions=[4 + turn.turn] * len(ids), kept=[kept(token) for token in ids])
-            ],
-        )
 
 
 # --- Tools and a rollout_func in a worker ------------------------------------------------------------------------

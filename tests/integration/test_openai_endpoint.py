@@ -24,7 +24,7 @@ from async_grpo.setup.openai_harness import check_agent
 from kit.agents import Response, agent_trainer, agent_worker, numbers_its_turns, posted, said, sent
 from kit.engines import logprobs_of
 from kit.in_process import InProcessWorker, jobs_of
-from kit.scripted import ScriptedEngine, Streaming
+from kit.scripted import NewWeightsEachTurn, ScriptedEngine, Streaming, kept
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, chat_rows
 from kit.tools import double, written
 from kit.waiting import DEADLINE_S
@@ -87,27 +87,15 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(tokens.logprobs)[own], computed[own], atol=1e-4)
 
 
-class NewWeightsEachTurn(Streaming):
-    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        made = super().sample(new)
-        for one in made:
-            for tokens in one.tokens:
-                tokens.versions = [4 + one.prepared.turn] * len(tokens)
-                tokens.kept = [bytes(4 * (1 + one.prepared.turn))] * len(tokens)
-        return made
-
-
 def test_each_token_has_the_version_that_sampled_it_and_the_tokens_that_were_kept(tmp_path: Path) -> None:
-    [group] = agent_worker(tmp_path, two_turns, NewWeightsEachTurn, numbers_its_turns).generate(
-        jobs_of(chat_rows(1)), version=4
-    )
+    worker = agent_worker(tmp_path, two_turns, NewWeightsEachTurn, numbers_its_turns)
+    [group] = worker.generate(jobs_of(chat_rows(1)), version=4)
     assert group.version == 4
     for tokens in group.tokens:
-        versions, sets, mask = tokens.versions, tokens.kept, tokens.mask
-        second = len(mask) - mask[::-1].index(0)  # where the last turn begins
-        assert versions == [4] * second + [5] * (len(mask) - second)
-        assert [len(each) > 0 for each in sets] == [value == 1 for value in mask]
-        assert len(sets[0]) == 4 and len(sets[-1]) == 8
+        second = len(tokens) - tokens.mask[::-1].index(0)  # where the last turn begins
+        assert tokens.versions == [4] * second + [5] * (len(tokens) - second)
+        own = zip(tokens.ids, tokens.mask, strict=True)
+        assert tokens.kept == [kept(token) if mask else b"" for token, mask in own]
 
 
 def test_tools_of_an_agent(tmp_path: Path) -> None:
@@ -192,9 +180,7 @@ def test_a_refused_request_fails_its_group_whatever_the_agent_does(agent: Any, s
         assert answer.json()["error"]["message"]
 
 
-def test_what_a_sibling_asks_after_its_group_has_failed_is_answered_with_the_first_error(
-    tmp_path: Path, warnings: list[str]
-) -> None:
+def test_what_a_sibling_asks_later_is_answered_with_the_first_error(tmp_path: Path, warnings: list[str]) -> None:
     failed, answers, numbers = threading.Event(), [], itertools.count()
     asked = threading.Event()
 
@@ -450,9 +436,7 @@ def test_a_retry_that_says_so_gets_the_same_answer(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [({"template": None}, "needs a chat template"), ({"tools": [double]}, "an agent calls its own")],
 )
-def test_what_cannot_be_asked_is_refused_when_the_worker_starts(
-    changes: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_asked_is_refused_at_the_start(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     if "tools" in changes:
         changes = {"arguments": {"rollout_func": OpenAIHarness(raises), **changes}}
     with pytest.raises(UnsupportedError, match=sentence):

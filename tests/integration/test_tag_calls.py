@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from async_grpo.envs import with_tags
 from async_grpo.envs.tags import STOPS
 from kit.compared_with_trl import settings
+from kit.groups import values_of
 from kit.in_process import InProcessWorker, jobs_of
 from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
 from kit.tiny_trainer import build_tokenizer, chat_rows, length
@@ -82,10 +83,8 @@ def test_dialogues_by_tags_are_as_in_plain_trl(tmp_path: Path) -> None:
     prompts = [row["prompt"] for row in chat_rows(2) for _ in range(2)]
     _, completion_ids, masks, completions, *_ = plain._generate(prompts)
     assert [message for group in groups for message in group.completions] == completions
-    assert [token for group in groups for token in group.completion_ids.tolist()] == [
-        *chain.from_iterable(completion_ids)
-    ]
-    assert [mask for group in groups for mask in group.tool_mask.tolist()] == [*chain.from_iterable(masks)]  # type: ignore[union-attr]
+    assert values_of(groups, "completion_ids") == [*chain.from_iterable(completion_ids)]
+    assert values_of(groups, "tool_mask") == [*chain.from_iterable(masks)]
     results = [[m["content"] for m in completion if m["role"] == "tool"] for completion in completions]
     assert results[0] == ["4", "8"]
     assert "malformed, what is between <tool> and </tool> is not valid JSON" in results[1][0]
@@ -119,8 +118,7 @@ def test_the_last_message_stays_as_it_is_where_no_token_is_left(tmp_path: Path) 
     get_trainer = trainer_of(tmp_path)
     tokenizer = build_tokenizer(CHATML)
     worker = InProcessWorker(
-        get_trainer(trainer_class=Tagged, max_completion_length=len("0#" + CALL % 2)),
-        ScriptedEngine(Stopping(reply)),
+        get_trainer(trainer_class=Tagged, max_completion_length=len("0#" + CALL % 2)), ScriptedEngine(Stopping(reply))
     )
     (group,) = worker.generate(jobs_of(chat_rows(1)))
     assert tokenizer.decode(group.completion_ids[0]) == "0#" + CALL % 2

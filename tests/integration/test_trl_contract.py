@@ -40,6 +40,7 @@ from async_grpo.setup.grpo_config.values import SOURCES, annotations_in, field_t
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training.schedule import groups_per_round
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
+from kit.tools import multiply
 
 pytestmark = pytest.mark.integration
 
@@ -80,9 +81,7 @@ def test_hook_has_its_parameters(hook: str) -> None:
 
 
 def test_of_every_method_it_is_known_what_an_override_does() -> None:
-    methods = {
-        name for cls in GRPOTrainer.__mro__[:-1] for name, value in vars(cls).items() if inspect.isfunction(value)
-    }
+    methods = {name for cls in GRPOTrainer.__mro__[:-1] for name, it in vars(cls).items() if inspect.isfunction(it)}
     for name in methods - set(HONOURED):
         pytest.fail(moved(f"GRPOTrainer.{name}", "is new", "async_grpo.setup.overrides"))
 
@@ -117,29 +116,20 @@ def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Pat
     seen: dict[str, Any] = {}
     names = [name for name in ATTRIBUTES if HOOKS[name].where == GENERATING_WITH_TOOLS]
 
-    def add(a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: One.
-            b: Another.
-        """
-        return a + b
-
     class Recording(GRPOTrainer):
         def _generate(self, prompts: list[Any]) -> Any:
             seen.update({name: getattr(self, name, None) for name in names})
             raise InterruptedError
 
     trainer: Any = build_trainer(
-        tmp_path, trainer_class=Recording, chat_template=QWEN3_CHAT_TEMPLATE, arguments={"tools": [add]}
+        tmp_path, trainer_class=Recording, chat_template=QWEN3_CHAT_TEMPLATE, arguments={"tools": [multiply]}
     )
-    assert trainer._standalone_tools == [add], moved("GRPOTrainer._standalone_tools", "are not the tools")
+    assert trainer._standalone_tools == [multiply], moved("GRPOTrainer._standalone_tools", "are not the tools")
     with pytest.raises(InterruptedError):
         trainer._generate_and_score_completions(twice(chat_rows(2)))
     assert len(seen) == 2
     for name, value in seen.items():
-        right = [{"add": add}] * 4 if name == "_sync_tool_dicts" else [{}] * 4
+        right = [{"multiply": multiply}] * 4 if name == "_sync_tool_dicts" else [{}] * 4
         assert value == right, moved(f"GRPOTrainer.{name}", f"is {value} while it generates", *users(name))
 
 

@@ -22,29 +22,20 @@ def test_generate_returns_eight_things(tmp_path: Path) -> None:
     prompts = ["a", "a", "bc", "bc"]
     result = trainer._generate(prompts)
     expected = scripted_rollout(prompts, trainer)
-    names = (
-        "prompt_ids",
-        "completion_ids",
-        "tool_mask",
-        "completions",
-        "logprobs",
-        "extra_fields",
-        "images",
-        "tool_images",
-    )
-    change = f"returns {len(result)} things, not {names}"
-    assert len(result) == len(names), moved("GRPOTrainer._generate", change, TRAINING, ROLLOUT)
-    values = (
-        expected["prompt_ids"],
-        expected["completion_ids"],
-        expected["env_mask"],
-        trainer.processing_class.batch_decode(expected["completion_ids"], skip_special_tokens=True),
-        expected["logprobs"],
-        {"score": expected["score"]},
-        None,
-        [],
-    )
-    for name, value, right in zip(names, result, values, strict=True):
+    completions = trainer.processing_class.batch_decode(expected["completion_ids"], skip_special_tokens=True)
+    values = {
+        "prompt_ids": expected["prompt_ids"],
+        "completion_ids": expected["completion_ids"],
+        "tool_mask": expected["env_mask"],
+        "completions": completions,
+        "logprobs": expected["logprobs"],
+        "extra_fields": {"score": expected["score"]},
+        "images": None,
+        "tool_images": [],
+    }
+    change = f"returns {len(result)} things, not {[*values]}"
+    assert len(result) == len(values), moved("GRPOTrainer._generate", change, TRAINING, ROLLOUT)
+    for (name, right), value in zip(values.items(), result, strict=True):
         change = f"has {value!r} in the place of {name}"
         assert value == right, moved("GRPOTrainer._generate", change, TRAINING, ROLLOUT)
 

@@ -28,10 +28,11 @@ from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, lett
 pytestmark = pytest.mark.integration
 
 LOSS_INPUTS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
+Prepared = tuple[dict[str, Any], Any]
 
 
 @pytest.fixture
-def inputs_and_trainer(tmp_path: Path) -> tuple[dict[str, Any], Any]:
+def inputs_and_trainer(tmp_path: Path) -> Prepared:
     """What the loss consumes for a batch of a `rollout_func`; a loss that weighs each sequence alike."""
     trainer: Any = build_trainer(
         tmp_path,
@@ -45,7 +46,7 @@ def inputs_and_trainer(tmp_path: Path) -> tuple[dict[str, Any], Any]:
     return inputs, trainer
 
 
-def test_keys_and_shapes_of_the_loss_inputs(inputs_and_trainer: tuple[dict[str, Any], Any], trainer: Any) -> None:
+def test_keys_and_shapes_of_the_loss_inputs(inputs_and_trainer: Prepared, trainer: Any) -> None:
     plain = trainer._generate_and_score_completions(twice(plain_rows(4)))
     assert set(plain) == LOSS_INPUTS, moved("the loss", f"consumes {sorted(plain)} after generating", TRAINING)
 
@@ -59,7 +60,7 @@ def test_keys_and_shapes_of_the_loss_inputs(inputs_and_trainer: tuple[dict[str, 
     assert inputs["num_items_in_batch"].ndim == 0
 
 
-def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(inputs_and_trainer: tuple[dict[str, Any], Any]) -> None:
+def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(inputs_and_trainer: Prepared) -> None:
     inputs, _ = inputs_and_trainer
     assert inputs["sampling_per_token_logps"].tolist() == [[-0.5, -1.5, 0.0]] + [[-0.5, -1.5, -2.5]] * 7, moved(
         "rollout_func", "'s `logprobs` do not arrive as `sampling_per_token_logps`", TRAINING
@@ -71,7 +72,7 @@ def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(inputs_and_train
 
 
 def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(
-    inputs_and_trainer: tuple[dict[str, Any], Any],
+    inputs_and_trainer: Prepared,
 ) -> None:
     inputs, trainer = inputs_and_trainer
     with torch.no_grad():
@@ -103,7 +104,7 @@ def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(
 
 
 def test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass(
-    inputs_and_trainer: tuple[dict[str, Any], Any], monkeypatch: pytest.MonkeyPatch
+    inputs_and_trainer: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, trainer = inputs_and_trainer
     weights_BC = torch.linspace(0.0, 2.0, 24).view(8, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,3 +35,8 @@ def make_group(job: Job, version: int = 0, **changes: Any) -> RolloutGroup:
         "completions": ["x"] * count,
     }
     return RolloutGroup(job=job, **{**fields, **changes})
+
+
+def values_of(groups: Iterable[RolloutGroup], field: str) -> list[Any]:
+    """What the completions of the groups have, token by token."""
+    return [value for group in groups for value in getattr(group, field).tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 
@@ -22,10 +23,12 @@ class ScriptedGenerator:
         self._tokenizer = tokenizer or build_tokenizer()
         self._reply = reply
 
-    def generate(self, prompt_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    def generate(
+        self, prompt_ids: Sequence[list[int]], first_index: int = 0
+    ) -> tuple[list[list[int]], list[list[float]]]:
         texts = [
             self._reply(self._tokenizer.decode(ids), index) + self._tokenizer.eos_token
-            for index, ids in enumerate(prompt_ids)
+            for index, ids in enumerate(prompt_ids, first_index)
         ]
         completion_ids = [self._tokenizer(text)["input_ids"] for text in texts]
         return completion_ids, [[-3.0] * len(ids) for ids in completion_ids]
@@ -58,11 +61,28 @@ class Streaming:
         self._script = script
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        return [SampledGroup(prepared=turn, tokens=as_tokens(*self._script.generate(turn.prompt_ids))) for turn in new]
+        texts = [self._script.generate(turn.prompt_ids, turn.first_index) for turn in new]
+        return [SampledGroup(prepared=turn, tokens=as_tokens(*text)) for turn, text in zip(new, texts, strict=True)]
 
     def follow(self, weights: Any) -> Any: ...
 
     def close(self) -> None: ...
+
+
+class NewWeightsEachTurn(Streaming):
+    """First turns are of version 4, the next of version 5; for each token two were kept of its distribution."""
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        made = super().sample(new)
+        for one in made:
+            for tokens in one.tokens:
+                tokens.versions = [4 + one.prepared.turn] * len(tokens)
+                tokens.kept = [kept(token) for token in tokens.ids]
+        return made
+
+
+def kept(token: int) -> bytes:
+    return np.array([token, token + 1], np.int32).tobytes()
 
 
 def writing(reply: Callable[[str, int], str], of: type[GRPOTrainer] = GRPOTrainer) -> type[GRPOTrainer]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from async_grpo.queue.names import COMPLETE, parse_name
 from kit.runs import ROOT
 
 PORT = 6379
@@ -199,3 +200,13 @@ def line_of(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
+
+
+def groups_of(run_dir: Path) -> int:
+    """Groups that the trainer has taken."""
+    names = (parse_name(path.name) for path in (run_dir / "done").rglob("*"))
+    return sum(name is not None and name.state == COMPLETE for name in names)
+
+
+def claims_of(run_dir: Path, worker: str) -> set[str]:
+    return {path.name for path in (run_dir / "queue").glob(f"*_processing_by_{worker}.*")}

@@ -18,10 +18,9 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
 
-from machines import Machine, Machines, machines, why_not
+from machines import Machine, Machines, claims_of, groups_of, machines, why_not
 
 from async_grpo.archive.audit import Audit, audit
-from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.telemetry.nodes_file import read_nodes
 from kit import runs, waiting
 from kit.runs import SETUP, Command, command
@@ -90,22 +89,14 @@ class Training:
         self._cluster, self.run = cluster, run
         self.folder = cluster[0].folder / RUN
 
-    def groups(self) -> int:
-        """Groups that have been trained on."""
-        names = (parse_name(path.name) for path in (self.folder / "done").rglob("*"))
-        return sum(name is not None and name.state == COMPLETE for name in names)
-
     def wait_for_groups(self, more: int = 8) -> None:
-        had = self.groups()
-        self.run.wait_until(lambda: self.groups() > had + more, f"{more} more groups")
+        had = groups_of(self.folder)
+        self.run.wait_until(lambda: groups_of(self.folder) > had + more, f"{more} more groups")
 
     def alive(self) -> int:
         """Machines that are served now."""
         record = read_nodes(self.folder / "nodes.json")
         return 0 if record is None else record.alive
-
-    def claims(self, worker: str) -> set[str]:
-        return {path.name for path in (self.folder / "queue").glob(f"*_processing_by_{worker}.*")}
 
     def log(self) -> str:
         return (self.folder / "log_nodes.txt").read_text()
@@ -113,7 +104,7 @@ class Training:
     def both_work(self) -> None:
         """Wait until each of the other machines has claims."""
         for name in ("dev1", "dev2"):
-            self.run.wait_until(lambda name=name: self.claims(name), f"claims of {name}")
+            self.run.wait_until(lambda name=name: claims_of(self.folder, name), f"claims of {name}")
 
     def stop(self) -> int:
         """Ask the launcher for a stop, and wait for its end."""

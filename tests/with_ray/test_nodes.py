@@ -16,10 +16,11 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: `make test-nodes` makes an environment that has it")
 
+from machines import claims_of, groups_of
+
 from async_grpo.archive.audit import SET_ASIDE, audit
 from async_grpo.nodes.seat import SILENCE_S
 from async_grpo.queue import quarantined
-from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.roles.replay import checkpoint_digest
 from kit.runs import ROOT, SETUP, Command, command, finish, lines_of, ran, read, steps_logged
 from kit.waiting import until, until_gone
@@ -59,16 +60,6 @@ def listening(run: Command) -> dict[str, set[str]]:
             name = process.name().partition(".")[0]  # an actor's has the method that it is in
             found.setdefault(name, set()).update(ends)
     return {name: addresses for name, addresses in found.items() if addresses}
-
-
-def groups_of(run_dir: Path) -> int:
-    """Groups that nodes have made and the trainer has taken."""
-    names = (parse_name(path.name) for path in (run_dir / "done").rglob("*"))
-    return sum(name is not None and name.state == COMPLETE for name in names)
-
-
-def claims_of(run_dir: Path, worker: str) -> set[str]:
-    return {path.name for path in (run_dir / "queue").glob(f"*_processing_by_{worker}.*")}
 
 
 def no_longer_claimed(run_dir: Path, claims: set[str]) -> float:
@@ -213,6 +204,14 @@ def a_cluster(nodes: int) -> Iterator[str]:
             folder.rmdir()
 
 
+def ran_on_a_cluster(nodes: int, program: str) -> subprocess.CompletedProcess[str]:
+    """A program that gets the address of a cluster, and that was run to its end."""
+    with a_cluster(nodes) as address:
+        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "PYTHONPATH": str(ROOT / "src")}
+        command = [sys.executable, "-c", program, address]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
 def test_a_token_that_is_missing_is_named_as_ray_names_it(tmp_path: Path) -> None:
     options = ("--ray", "127.0.0.2:6379", "-n", "0")
     with command("train", str(SETUP), *options, cwd=tmp_path, RAY_AUTH_MODE="token", HOME=str(tmp_path)) as run:
@@ -260,11 +259,7 @@ with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="fills") as cluster:
 def test_a_store_of_ray_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray takes the disk, too, before it says so; here the disk is full to it from the start."""
     monkeypatch.setenv("RAY_local_fs_capacity_threshold", "0.0001")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    with a_cluster(1) as address:
-        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        program = [sys.executable, "-c", FILLS, address]
-        ran = subprocess.run(program, env=env, capture_output=True, text=True, timeout=240, check=False)
+    ran = ran_on_a_cluster(1, FILLS)
     assert ran.stdout.startswith("Ray's object store on this machine is full"), ran.stdout + ran.stderr
     assert "120.0 MB have no room. Make room" in ran.stdout
 
@@ -318,15 +313,9 @@ with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="fetches") as cluster:
 """
 
 
-def test_weights_that_a_frozen_machine_has_as_well_are_waited_for_no_longer_than_was_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_a_frozen_machine_has_too_are_waited_for_as_long_as_was_asked() -> None:
     """Ray fetches from any machine with a copy. Half of them are that one; what is put again arrives."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    with a_cluster(3) as address:
-        env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        program = [sys.executable, "-c", FETCHES, address]
-        ran = subprocess.run(program, env=env, capture_output=True, text=True, timeout=240, check=False)
+    ran = ran_on_a_cluster(3, FETCHES)
     late, is_late_again = ran.stdout.split()
     assert int(late) > 0 and is_late_again == "False", ran.stdout + ran.stderr
 

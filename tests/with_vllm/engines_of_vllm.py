@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ def rollout_trainer(**changes: Any) -> GRPOTrainer:
     RolloutTrainer(trainer)
     trainer.model.to(qwen3_1m.DEVICE, torch.bfloat16 if trainer.args.bf16 else torch.float32).eval()
     return trainer
+
+
+def started(trainer: GRPOTrainer, **options: Any) -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+    """An engine for a fixture, and its trainer."""
+    engine = VLLMEngine(trainer, seed=0, **options)
+    yield trainer, engine
+    engine.close()
 
 
 def published(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:

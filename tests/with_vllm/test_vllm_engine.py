@@ -20,6 +20,7 @@ from engines_of_vllm import (
     logprobs_of,
     published,
     rollout_trainer,
+    started,
 )
 from trl import GRPOTrainer
 
@@ -29,18 +30,12 @@ from async_grpo.engines.vllm import VLLMEngine
 
 @pytest.fixture(scope="module")
 def greedy() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
-    trainer = rollout_trainer(generation_kwargs={"do_sample": False})
-    engine = VLLMEngine(trainer, seed=0)
-    yield trainer, engine
-    engine.close()
+    yield from started(rollout_trainer(generation_kwargs={"do_sample": False}))
 
 
 @pytest.fixture(scope="module")
 def sampling() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
-    trainer = rollout_trainer(temperature=0.7)
-    engine = VLLMEngine(trainer, seed=0, in_flight_update=True)
-    yield trainer, engine
-    engine.close()
+    yield from started(rollout_trainer(temperature=0.7), in_flight_update=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +43,7 @@ def adapter() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
     os.environ["TEST_LORA"] = "1"
     trainer = rollout_trainer(temperature=1.0)
     del os.environ["TEST_LORA"]
-    engine = VLLMEngine(trainer, seed=0)
-    yield trainer, engine
-    engine.close()
+    yield from started(trainer)
 
 
 def run(engine: VLLMEngine, prompts: dict[str, list[int]], version: int) -> dict[str, tuple[list[int], list[float]]]:
@@ -117,9 +110,7 @@ def test_a_prompt_that_is_too_long_is_refused(greedy: tuple[GRPOTrainer, VLLMEng
     assert not greedy[1].busy
 
 
-def test_the_second_turn_of_a_short_dialogue_finds_the_first_one_in_the_cache(
-    greedy: tuple[GRPOTrainer, VLLMEngine],
-) -> None:
+def test_the_second_turn_of_a_dialogue_finds_the_first_in_the_cache(greedy: tuple[GRPOTrainer, VLLMEngine]) -> None:
     _, engine = greedy
     first = [3 + index % 30 for index in range(70)]
     run(engine, {"first turn": first}, version=0)
@@ -130,9 +121,7 @@ def test_the_second_turn_of_a_short_dialogue_finds_the_first_one_in_the_cache(
     assert ended[-1].num_cached_tokens == 64
 
 
-def test_log_probabilities_are_the_trainers_at_every_version_in_flight(
-    sampling: tuple[GRPOTrainer, VLLMEngine],
-) -> None:
+def test_log_probabilities_are_the_trainers_at_each_version_in_flight(sampling: tuple[GRPOTrainer, VLLMEngine]) -> None:
     """Weights change twice while the completions are sampled; each token is the version's that sampled it."""
     trainer, engine = sampling
     engine.load(published(trainer), version=0)

@@ -15,18 +15,7 @@ from kit.agents import said
 from kit.engines import logprobs_of
 from kit.learnt_by_heart import learn, played
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows, length
-
-CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiply.
-
-    Args:
-        a: one factor.
-        b: the other.
-    """
-    return a * b
+from kit.tools import TOOL_CALL, multiply
 
 
 class Calculator:
@@ -37,12 +26,6 @@ class Calculator:
         return ""
 
     def multiply(self, a: int, b: int) -> int:
-        """Multiply.
-
-        Args:
-            a: one factor.
-            b: the other.
-        """
         self.calls += 1
         return a * b
 
@@ -50,6 +33,7 @@ class Calculator:
         return float(self.calls)
 
 
+Calculator.multiply.__doc__ = multiply.__doc__
 GIVEN = {"tools": {"tools": [multiply]}, "environments": {"environment_factory": Calculator}}
 
 
@@ -74,7 +58,7 @@ def built(given: str, folder: Path) -> GRPOTrainer:
 @pytest.fixture(params=GIVEN)
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
     trainer = built(request.param, tmp_path)
-    learn(trainer.model, played(built(request.param, tmp_path), [CALL, "done"], ROW, GROUP_SIZE))
+    learn(trainer.model, played(built(request.param, tmp_path), [TOOL_CALL, "done"], ROW, GROUP_SIZE))
     return trainer
 
 

@@ -45,14 +45,28 @@ def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[
     return [float(len(completion)) for completion in completions]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: index for index, token in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
+def build_tokenizer(characters: str = "0123456789+=") -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate([*characters, "<pad>", "<eos>"])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> Qwen3ForCausalLM:
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        **changes,
+    }
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **shape, **tokens))
 
 
 def get_trainer() -> GRPOTrainer:
@@ -62,22 +76,7 @@ def get_trainer() -> GRPOTrainer:
 def build(trainer_class: type[GRPOTrainer], config_class: Callable[..., GRPOConfig], **changes: Any) -> GRPOTrainer:
     """A trainer of these classes; `changes` are of its configuration."""
     tokenizer = build_tokenizer()
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=64,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
+    model = build_model(tokenizer)
     prompts = [f"{a}+{b}=" for a in range(8) for b in range(8)]
     problems = int(os.environ.get("TEST_EVAL", "0"))
     return trainer_class(

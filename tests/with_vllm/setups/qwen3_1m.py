@@ -6,13 +6,16 @@ vLLM's kernels for adapters take no fp32.
 """
 
 import os
+import sys
+from pathlib import Path
 
-import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+
+sys.path.append(str(Path(__file__).parents[2] / "kit" / "setups"))
+import random_model
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cpu")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
@@ -23,34 +26,13 @@ def even_share(completions: list[str], **_) -> list[float]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: index for index, token in enumerate([*LETTERS, "<pad>", "<eos>"])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
+    return random_model.build_tokenizer(LETTERS)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=512,
-            initializer_range=0.1,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.1, "tie_word_embeddings": True}
+    return random_model.build_model(tokenizer, **shape)
 
 
 def get_trainer() -> GRPOTrainer:
