@@ -42,9 +42,7 @@ def leftovers_of_a_restarted_worker_stay() -> None:
 
 def jobs_taken_from_the_living() -> None:
     def recover_dead(root: Any, moves: Any, max_attempts: int, *, counts: bool = True) -> list[int]:
-        return [
-            seq for worker in moves.claimants() for seq in moves.release_claims(worker, max_attempts, counts=counts)
-        ]
+        return [seq for who in moves.claimants() for seq in moves.release_claims(who, max_attempts, counts=counts)]
 
     queue_server.recover_dead = recover_dead
     recovery.recover_dead = recover_dead

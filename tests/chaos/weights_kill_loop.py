@@ -9,11 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from weights_actors import (
-    Nursery,
-    processes_mapping,
-    read_log,
-)
+from weights_actors import Nursery, processes_mapping, read_log
 
 from kit.waiting import until
 

@@ -379,10 +379,8 @@ REWARDS: dict[str, Row] = {
     "reward functions of stale groups": row(reward_funcs=EVERY, max_steps=4, stale=True),
     "rewards of None": row(reward_funcs=[only_even, only_short], max_steps=3, shows=scores_are_missing),
     **{
-        f"a reward of {wrong}": row(
-            reward_funcs=odd(wrong), scale_rewards=scaling, max_steps=3, shows=some_reward_is_odd
-        )
-        for wrong, scaling in ((math.inf, "group"), (-math.inf, "batch"), (math.nan, "group"))
+        f"a reward of {wrong}": row(reward_funcs=odd(wrong), scale_rewards=scale, max_steps=3, shows=some_reward_is_odd)
+        for wrong, scale in ((math.inf, "group"), (-math.inf, "batch"), (math.nan, "group"))
     },
     "a reward model": row(own=reward_model),
     "dates, times, decimals and bytes": row(train_dataset=TYPED, reward_funcs=of_types, per_device_train_batch_size=4),
@@ -519,9 +517,7 @@ METHODS: dict[str, Row] = {
     ),
     "a single turn": row(trainer_class=Shortened, max_completion_length=8, shows=one_token_less),
     "old log-probabilities": row(trainer_class=ReadsOldLogProbabilities, **TWICE),
-    "advantages of each token": row(
-        trainer_class=PerToken, num_iterations=2, max_steps=4, options={"correction": "tis"}
-    ),
+    "advantages of each token": row(trainer_class=PerToken, **TWICE, options={"correction": "tis"}),
     "columns that are removed": row(
         remove_unused_columns=True,
         shows=lambda run: {name for group in run.groups for name in group.job.row} == {"prompt"},

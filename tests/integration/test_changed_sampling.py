@@ -300,17 +300,10 @@ class Lengthening(GRPOTrainer):
         return super()._generate_and_score_completions(inputs)
 
 
-@pytest.mark.parametrize(("trainer_class", "lengths"), [(PerStep, [3, 4, 5]), (PerBatch, [3, 4, 5])])
-def test_an_override_that_sets_the_length_of_each_step(
-    trainer_class: type[GRPOTrainer], lengths: list[int], tmp_path: Path
-) -> None:
-    run = InProcessRun(settings(tmp_path, trainer_class=trainer_class, max_steps=3)).train()
-    assert longest(run) == lengths
-
-
-def test_an_override_that_counts_from_what_it_set_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer_class", [PerStep, PerBatch, Lengthening])
+def test_an_override_that_sets_the_length_of_each_step(trainer_class: type[GRPOTrainer], tmp_path: Path) -> None:
     """It runs in the server as well, and workers begin with what it made there of the batches before."""
-    run = InProcessRun(settings(tmp_path, trainer_class=Lengthening, max_steps=3, max_completion_length=2)).train()
+    run = InProcessRun(settings(tmp_path, trainer_class=trainer_class, max_steps=3, max_completion_length=2)).train()
     assert longest(run) == [3, 4, 5]
 
 

@@ -120,8 +120,7 @@ def test_a_model_that_the_file_loads_itself_is_refused_before_it_is_loaded(kind:
 
 
 @pytest.mark.parametrize(
-    "arguments, why",
-    [({"quantization_config": object()}, "not quantised"), ({"peft": True}, "has adapters already")],
+    "arguments, why", [({"quantization_config": object()}, "not quantised"), ({"peft": True}, "has adapters already")]
 )
 def test_what_cannot_be_cut_down_is_refused(arguments: dict[str, Any], why: str, tmp_path: Path) -> None:
     model: Any = build_model(build_tokenizer())

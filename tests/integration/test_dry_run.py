@@ -67,9 +67,7 @@ def test_a_dry_run_tells_the_plan_and_leaves_everything_byte_for_byte(tmp_path: 
         ),
     ],
 )
-def test_a_dry_run_refuses_what_the_real_start_refuses_with_its_words(
-    tmp_path: Path, lines: str, sentence: str
-) -> None:
+def test_a_dry_run_refuses_what_the_start_refuses_with_its_words(tmp_path: Path, lines: str, sentence: str) -> None:
     """One message without a traceback, although the server and the worker both read the file."""
     setup = tmp_path / "setup.py"
     setup.write_text(

@@ -151,9 +151,7 @@ def test_stale_rollouts_are_not_compared(tmp_path: Path, warnings: list[str]) ->
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2}])
-def test_only_the_weights_that_sampled_are_compared(
-    changes: dict[str, Any], tmp_path: Path, warnings: list[str]
-) -> None:
+def test_only_weights_that_sampled_are_compared(changes: dict[str, Any], tmp_path: Path, warnings: list[str]) -> None:
     guarded(tmp_path, learning_rate=3e-2, max_steps=4, **changes).train()
     assert not warnings
 
@@ -197,9 +195,7 @@ def test_nothing_random_is_drawn(tmp_path: Path) -> None:
         ({}, {"neftune_noise_alpha": 5.0}, False),
     ],
 )
-def test_what_only_warns_in_a_run(
-    options: dict[str, Any], changes: dict[str, Any], stops: bool, tmp_path: Path
-) -> None:
+def test_what_only_warns(options: dict[str, Any], changes: dict[str, Any], stops: bool, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "worker")
     state = prepare(run.root, planned(Path("my_trainer.py"), workers=1))
     trainer = settings(tmp_path / "outputs", **changes)()

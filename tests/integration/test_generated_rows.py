@@ -74,11 +74,9 @@ def check_sft(rows: Any, trainer: Any) -> None:
         prompt, completion = row["prompt_ids"], row["completion_ids"]
         return {"input_ids": prompt + completion, "completion_mask": [0] * len(prompt) + row["completion_mask"]}
 
-    config = SFTConfig("sft", completion_only_loss=True, report_to="none", use_cpu=True, bf16=False)
+    args = SFTConfig("sft", completion_only_loss=True, report_to="none", use_cpu=True, bf16=False)
     data, tokenizer = rows.map(for_sft, remove_columns=rows.column_names), trainer.processing_class
-    [*batches] = SFTTrainer(
-        trainer.model, config, train_dataset=data, processing_class=tokenizer
-    ).get_train_dataloader()
+    [*batches] = SFTTrainer(trainer.model, args, train_dataset=data, processing_class=tokenizer).get_train_dataloader()
     learned = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     assert learned == sum(sum(row["completion_mask"]) for row in rows)
 

@@ -71,9 +71,7 @@ def farthest(one: InProcessRun, other: InProcessRun) -> float:
 
 
 @pytest.mark.parametrize("changes", [*SAME, *OF_ROWS_BESIDE, *OF_THE_BATCH], ids=str)
-def test_parts_in_another_order_have_the_gradients_of_the_whole_batch(
-    changes: dict[str, Any], tmp_path: Path, model_folder: str
-) -> None:
+def test_parts_have_the_gradient_of_the_whole_batch(changes: dict[str, Any], tmp_path: Path, model_folder: str) -> None:
     whole = trained(tmp_path, model_folder, None, **WHOLE, **changes)
     lengths = {int(length) for group in whole.groups for length in group.completion_lengths}
     assert len(whole.groups) == 18 and len(lengths) > 5
@@ -118,9 +116,7 @@ def get_trainer():
 """
 
 
-def test_a_micro_batch_is_trained_on_before_the_last_group_is_there_and_a_stop_behind_it_loses_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_micro_batch_is_trained_on_before_the_last_group_and_a_stop_loses_nothing(tmp_path: Path) -> None:
     """The reward of the second group waits until the first one was trained on: another run would never end."""
     setup = tmp_path / "setup.py"
     setup.write_text(WAITING.format(setups=str(SETUP.parent), files=str(tmp_path)))

@@ -49,9 +49,7 @@ def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled_and_named_in_a_d
     options = ("-n", "1", "--steps", "16", "--max-staleness", "0", "--stall-warning", "2")
     with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
         run.wait_until(lambda: Path(surroundings["TEST_MARKER"]).exists(), "hanging reward")
-        run.wait_until(
-            lambda: any(re.search(f"dev1 is {SCORES}", stall) for stall in stalls(run_dir)), "a stalled server"
-        )
+        run.wait_until(lambda: any(re.search(f"dev1 is {SCORES}", it) for it in stalls(run_dir)), "a stalled server")
         run.wait_until(lambda: len(stalls(run_dir)) == 2, "a stalled worker")
         server, worker = stalls(run_dir)
         assert worker.startswith("dev1: no progress for ") and re.search(SCORES, worker)

@@ -58,10 +58,7 @@ def trained_as_by_trl(
 
 def size_of_first(completions: list[Any], image: list[Any], **_: Any) -> list[float]:
     """A reward that looks at the images."""
-    return [
-        picture.width / 100 + len(completion[-1]["content"])
-        for picture, completion in zip(image, completions, strict=True)
-    ]
+    return [shown.width / 100 + len(said[-1]["content"]) for shown, said in zip(image, completions, strict=True)]
 
 
 def ask(index: int) -> list[dict[str, Any]]:
@@ -121,9 +118,8 @@ def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) 
 
 def test_rows_without_images_among_others(tmp_path: Path) -> None:
     rows = [{"prompt": ask(i), "images": [picture(i)] if i % 3 else []} for i in range(12)]
-    features = Features(
-        {"prompt": List({"role": Value("string"), "content": Value("string")}), "images": List(Image())}
-    )
+    messages = List({"role": Value("string"), "content": Value("string")})
+    features = Features(prompt=messages, images=List(Image()))
     get_trainer = settings(tmp_path, train_dataset=Dataset.from_list(rows, features=features))
     run = trained_as_by_trl(get_trainer, trainer_class=WithEmptyLists)
     assert max(entry["async/logprob_mismatch"] for entry in run.logs) < 1e-5

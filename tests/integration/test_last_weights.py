@@ -41,18 +41,14 @@ def test_the_weights_of_a_training_that_saves_none_are_kept(tmp_path: Path, monk
     assert [path.name for path in (tmp_path / "worker").iterdir()] == ["last_weights"]
 
 
-def test_a_training_that_ends_with_a_checkpoint_keeps_no_second_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_with_a_last_checkpoint_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = RunDir(tmp_path / "worker").last_weights  # of the same run, which is resumed
     earlier.mkdir(parents=True)
     trained(tmp_path / "worker", monkeypatch, save_strategy="steps", save_steps=2)
     assert not earlier.exists()
 
 
-def test_a_run_of_the_command_line_keeps_what_its_setup_file_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_a_command_keeps_what_its_setup_file_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEEP_LAST_WEIGHTS, raising=False)
     trainer = build_trainer(tmp_path)
     callbacks = list(trainer.callback_handler.callbacks)
@@ -67,10 +63,7 @@ def test_train_then_model(accelerate_config: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     sharded = accelerate_config != "none"
     setup = SETUP.with_name("sharded_model.py") if sharded else SETUP
-    options: dict[str, Any] = {
-        "accelerate_config": accelerate_config,
-        "set": {} if sharded else {"save_strategy": "no"},
-    }
+    options = {"accelerate_config": accelerate_config, "set": {} if sharded else {"save_strategy": "no"}}
     run = AsyncGRPO(setup, workers=1, run_dir=tmp_path / "worker", steps=1, eval_every=0, quiet=True, **options)
     model = run.train().model()
     assert sum(parameter.numel() for parameter in model.parameters()) > 1000

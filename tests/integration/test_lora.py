@@ -186,9 +186,7 @@ def test_gradient_checkpointing_leaves_the_worker_its_cache(tmp_path: Path) -> N
     def get_trainer() -> GRPOTrainer:
         trainer = steps(tmp_path, lora(), gradient_checkpointing=True)()
         embedding: Any = trainer.model.get_input_embeddings()
-        embedding.register_forward_pre_hook(
-            lambda _, ids: lengths.append(ids[0].shape[1]) if decoding(trainer) else None
-        )
+        embedding.register_forward_pre_hook(lambda _, it: lengths.append(it[0].shape[1]) if decoding(trainer) else None)
         return trainer
 
     train(get_trainer, tmp_path)

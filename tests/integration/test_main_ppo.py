@@ -40,9 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_setup_file_makes_the_trainer_of_the_keys(folder: Path) -> None:
     """3 epochs of 20 batches, in mini-batches of half a batch; of evaluated prompts the long ones are left out."""
     prompts = ["1+1="] * 15 + ["1+1+1+1+1="] * 5
-    held_out = [
-        {"data_source": "math__sums", "prompt": prompt, "reward_model": {"ground_truth": "2"}} for prompt in prompts
-    ]
+    held_out = [{"data_source": "math__sums", "prompt": it, "reward_model": {"ground_truth": "2"}} for it in prompts]
     pq.write_table(pa.Table.from_pylist(held_out), "math__held_out.parquet")
     more = (f"{ROLLOUT}.n=2", "trainer.total_epochs=3", "data.filter_overlong_prompts=true", "mtl.method=pcgrad")
     evaluated = ("data.val_files=math__held_out.parquet", "data.val_max_samples=10", "trainer.test_freq=5")

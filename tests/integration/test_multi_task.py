@@ -134,11 +134,7 @@ def test_proportional_is_the_order_of_trl(tmp_path: Path) -> None:
         ({"mtl": "gradvac"}, {}, "got 'gradvac', which keeps a state between steps"),
         ({"mtl": "upgrad"}, {}, "got 'upgrad', which needs a solver of another package"),
         ({"num_tasks_expected": 6}, {}, "6 tasks were expected, and there are 3: math, logic, code"),
-        (
-            {},
-            {"per_device_train_batch_size": 2 * GROUP_SIZE},
-            "A batch of 2 groups cannot hold 3 tasks. .*proportional",
-        ),
+        ({}, {"per_device_train_batch_size": 2 * GROUP_SIZE}, "batch of 2 groups cannot hold 3 tasks. .*proportional"),
         ({}, {"train_dataset": plain_rows()}, "needs a train_dataset with a column task"),
         ({}, {"train_dataset": rows_of_tasks().to_iterable_dataset()}, "needs a train_dataset with a column task"),
         ({}, {"remove_unused_columns": True}, "remove_unused_columns"),

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.integration
 DDP = ("--accelerate-config", str(EXAMPLES / "ddp.yaml"))
 
 
-def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_which_can_be_resumed(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_train_as_one_does_and_a_run_that_a_death_ends_is_resumed(undisturbed: Path, tmp_path: Path) -> None:
     """Checkpoint 8 is in the middle of a generation batch, of which each rank has its share."""
     arguments = ["train", str(SETUP), "-n", "1", "--deterministic", "--steps", "100000", *DDP]
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
@@ -30,9 +28,7 @@ def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_whic
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_ranks(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_in_mid_batch_is_refused_by_another_number_of_ranks(undisturbed: Path, tmp_path: Path) -> None:
     """Those without a share would wait for a batch that rank 0 has no reason to hand out."""
     folder = tmp_path / "of_one_rank"
     shutil.copytree(undisturbed, folder, ignore=shutil.ignore_patterns("*.pipe"))
@@ -59,16 +55,14 @@ SHARDED_SETUP = SETUP.with_name("sharded_model.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_sharded_ranks_train_an_adapter_as_one_process_does(
-    processes: int, undisturbed_lora: Path, tmp_path: Path
-) -> None:
-    config = config_of("fsdp2.yaml", processes, tmp_path)
+@pytest.mark.parametrize("count", [2, 4])
+def test_sharded_ranks_train_an_adapter_as_one_process_does(count: int, undisturbed_lora: Path, tmp_path: Path) -> None:
+    config = config_of("fsdp2.yaml", count, tmp_path)
     options = ("-n", "1", "--deterministic", "--steps", "8", "--accelerate-config", str(config))
     finish(tmp_path, *options, setup=SHARDED_SETUP, TEST_MODEL="lora")
     same_training(tmp_path, undisturbed_lora, steps=8)
     last = tmp_path / "checkpoints" / "checkpoint-8"
-    assert {path.name for path in last.glob("rng_state_*")} == {f"rng_state_{rank}.pth" for rank in range(processes)}
+    assert {path.name for path in last.glob("rng_state_*")} == {f"rng_state_{rank}.pth" for rank in range(count)}
     assert read(last / "rollout_state.json")["step"] == 8
 
 

@@ -83,9 +83,7 @@ def test_what_is_undecided_may_stop_a_resumed_run(stops: bool, tmp_path: Path, b
         assert training.figures == {"undecided_tokens": 0, "undecided_nats": 0.0}
 
 
-def test_a_setting_that_the_checkpoint_cannot_give_up_is_refused_by_the_record_of_the_run(
-    tmp_path: Path, begun: RunState
-) -> None:
+def test_a_setting_that_the_checkpoint_keeps_is_refused_by_the_runs_record(tmp_path: Path, begun: RunState) -> None:
     run, trainer = RunDir(tmp_path / "worker"), build_trainer(tmp_path / "outputs")
     write_json(run.hyperparameters, {"trainer": configuration(trainer)})
     assert resume(trainer, run, begun) is not None
@@ -218,9 +216,7 @@ def test_a_stretched_schedule_is_said_with_both_rates(tmp_path: Path, messages: 
     assert "the learning rate of step 5 is 0.0009, and would be 0.0008 with the checkpoint's settings" in messages[0]
 
 
-def test_a_checkpoint_without_optimizer_says_that_the_schedule_begins_again(
-    tmp_path: Path, warnings: list[str]
-) -> None:
+def test_without_an_optimizer_the_schedule_is_said_to_begin_again(tmp_path: Path, warnings: list[str]) -> None:
     (tmp_path / "checkpoint-4").mkdir()
     with_optimizer(tmp_path / "a")._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-4"))
     assert len(warnings) == 1 and "save_only_model" in warnings[0]

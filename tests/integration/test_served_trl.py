@@ -75,11 +75,9 @@ def test_what_the_server_reads_of_the_model_is_a_model(server: MortalServer, tmp
         assert described.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("dies_at", ["/v1/completions", "/start_weight_update", "/reset_prefix_cache"])
-def test_a_server_that_dies_ends_the_run_with_its_last_words(
-    server: MortalServer, tmp_path: Path, dies_at: str
-) -> None:
-    server.dies_at = [dies_at]
+@pytest.mark.parametrize("at", ["/v1/completions", "/start_weight_update", "/reset_prefix_cache"])
+def test_a_server_that_dies_ends_the_run_with_its_last_words(server: MortalServer, tmp_path: Path, at: str) -> None:
+    server.dies_at = [at]
     with pytest.raises(GeneratorError, match=r"(?s)log_vllm_server.txt:\nKilled\nThe same command continues the run"):
         train(tmp_path)
     assert (server.process.starts, server.process.running) == (1, False)

@@ -148,9 +148,7 @@ def test_a_patch_of_a_process_that_sends_its_function_is_refused(monkeypatch: py
         setup_of(made_in_a_cell)
 
 
-def test_a_patch_of_the_loss_that_calls_trls_is_not_a_loss_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patch_that_calls_trls_loss_is_not_a_loss_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build_trainer(tmp_path)
     trls = GRPOTrainer._compute_loss
     patch(monkeypatch, "_compute_loss", unchanged)

@@ -106,9 +106,7 @@ def test_evaluation_generates_in_the_trainer(tmp_path: Path) -> None:
     run = InProcessRun(get_trainer).train()
     plain = get_trainer()
     plain.train()
-    ours, theirs = (
-        [entry for entry in trainer.state.log_history if "eval_reward" in entry] for trainer in (run.trainer, plain)
-    )
+    ours, theirs = ([one for one in it.state.log_history if "eval_reward" in one] for it in (run.trainer, plain))
     assert [entry["step"] for entry in ours] == [0, 1, 2]
     assert [set(entry) for entry in ours] == [set(entry) for entry in theirs]
     assert len(run.batches) == 2, "evaluation must take no group from the workers"

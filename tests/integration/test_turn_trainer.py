@@ -51,9 +51,7 @@ async def each_turn(completions: list[Any], **_: Any) -> list[list[float | None]
     return [[0.1 * (at + 1) if "tool_calls" in turn else None for at, turn in enumerate(own)] for own in turns]
 
 
-def turn_trainer(
-    tmp_path: Path, turn_reward_funcs: Any = (called, each_turn), credit: str = "turn", **more: Any
-) -> Any:
+def turn_trainer(folder: Path, turn_reward_funcs: Any = (called, each_turn), credit: str = "turn", **more: Any) -> Any:
     given = {"tools": [double], "turn_reward_funcs": turn_reward_funcs, "credit": credit}
     given |= {"no_turn_reward": True} if more.pop("no_turn_reward", False) else {}
     settled: dict[str, Any] = {
@@ -65,7 +63,7 @@ def turn_trainer(
         "shuffle_dataset": False,
         "trainer_class": TurnGRPOTrainer,
     }
-    return settings(tmp_path, given, **{**settled, **more})
+    return settings(folder, given, **{**settled, **more})
 
 
 def served(get_trainer: Any) -> InProcessRun:

@@ -55,8 +55,7 @@ def suitable_engine(**changes: Any) -> Any:
     """What we read of Unsloth's `LLM`, as `load_vllm` in unsloth_zoo 2026.10.7 makes it."""
     settings: dict[str, Any] = {"lora_config": object(), "logprobs_mode": "processed_logprobs", **changes}
     config = SimpleNamespace(
-        lora_config=settings["lora_config"],
-        model_config=SimpleNamespace(logprobs_mode=settings["logprobs_mode"]),
+        lora_config=settings["lora_config"], model_config=SimpleNamespace(logprobs_mode=settings["logprobs_mode"])
     )
     inside = {} if settings.get("own_process") else {"model_executor": object()}
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, **inside))

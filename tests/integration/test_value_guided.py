@@ -23,13 +23,9 @@ from async_grpo_experiments.guidance.offsets import offsets
 from async_grpo_experiments.worlds.enumerable import Enumerable, Steps, values_of
 from async_grpo_experiments.worlds.tiny import save, small_transformer, words_tokenizer
 
-FAST: dict[str, Any] = {
-    "num_workers": 0,
-    "batch_size": 256,
-    "micro_batch_size": 256,
-    "gradient_checkpointing": False,
-    "lr": 5e-3,
-}
+FAST: dict[str, Any] = {"num_workers": 0, "gradient_checkpointing": False, "lr": 5e-3}
+FAST |= {"batch_size": 256, "micro_batch_size": 256}
+ROUNDING = "Rounding rewards to 11 atoms costs up to"
 BERNOULLI: dict[str, Any] = {"loss_type": "bce", "guidance": {"mode": "bernoulli", "eta": 0.3}}
 
 
@@ -46,9 +42,7 @@ def learned(world: Enumerable, folder: Path, mode: str, eta: float) -> Steps:
     record = head.record
     with torch.no_grad():
         values = values_of(lambda ids: head(ids).logits, world.prompt)
-    found = [
-        offsets(mode, torch.tensor(step), eta=eta, levels=record.levels, beta=record.beta).numpy() for step in values
-    ]
+    found = [offsets(mode, torch.tensor(it), eta=eta, levels=record.levels, beta=record.beta).numpy() for it in values]
     return world.guided(found)
 
 
@@ -117,18 +111,12 @@ def test_pita_labels_pairs_and_trains(reference: str, tmp_path: Path, label: str
 
 
 def test_pita_by_pairs_of_bradley_terry(reference: str, tmp_path: Path) -> None:
-    keys = {
-        "reference": reference,
-        "max_steps": 3,
-        "loss_type": "bradley_terry",
-        "batch_size": 8,
-        "micro_batch_size": 4,
-    }
-    pita = PITA(configured(PITASettings, {**FAST, **keys}))
+    keys = {**FAST, "reference": reference, "loss_type": "bradley_terry", "batch_size": 8, "micro_batch_size": 4}
+    pita = PITA(configured(PITASettings, {**keys, "max_steps": 3}))
     rows = few(Enumerable.ascents(), pita)
     assert all([row.label for row in group] == [1, 0] for group in rows.groups())
     assert pita.train(rows, out=tmp_path / "whole").loss == pytest.approx(0.69, abs=0.1)
-    short = PITA(configured(PITASettings, {**FAST, **keys, "max_steps": 1}))
+    short = PITA(configured(PITASettings, {**keys, "max_steps": 1}))
     trained = short.train(Rows(rows.items[:6]), out=tmp_path / "short")
     assert trained.loss == pytest.approx(np.log(2), abs=1e-4), "three pairs in place of four: a mean all the same"
 
@@ -174,23 +162,13 @@ def test_rewards_that_cannot_be_learned(
 @pytest.mark.parametrize(
     ("rewards", "keys", "said"),
     [
-        (
-            [0.0, 0.05],
-            {"guidance": {"eta": 0.1}},
-            "WARNING Rounding rewards to 11 atoms costs up to 0.5 nats at eta 0.1.",
-        ),
-        (
-            [0.0, 0.05],
-            {"guidance": {"eta": 0.4}},
-            "INFO Rounding rewards to 11 atoms costs up to 0.125 nats at eta 0.4.",
-        ),
-        ([0.0, 0.5], {}, "INFO Rounding rewards to 11 atoms costs up to 0 nats at eta 0.2."),
+        ([0.0, 0.05], {"guidance": {"eta": 0.1}}, f"WARNING {ROUNDING} 0.5 nats at eta 0.1."),
+        ([0.0, 0.05], {"guidance": {"eta": 0.4}}, f"INFO {ROUNDING} 0.125 nats at eta 0.4."),
+        ([0.0, 0.5], {}, f"INFO {ROUNDING} 0 nats at eta 0.2."),
         ([0.0, 1.0], BERNOULLI, "INFO (V_max - V_min)/eta is 3.33: the most that guidance adds to a logit."),
     ],
 )
-def test_what_rounding_costs_and_what_guidance_adds_is_said(
-    rewards: list[float], keys: dict[str, Any], said: str
-) -> None:
+def test_what_rounding_costs_and_guidance_adds_is_said(rewards: list[float], keys: dict[str, Any], said: str) -> None:
     rows = [LabelledRow(problem=0, group=0, prompt=(), prefix=(), continuation=(1,), label=one) for one in rewards]
     lines: list[str] = []
     sink = logger.add(lambda line: lines.append(str(line).strip()), format="{level} {message}", level="INFO")

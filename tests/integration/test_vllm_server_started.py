@@ -188,9 +188,7 @@ def test_a_refused_update_ends_the_server(fed: tuple[StartedServer, FedPolicy], 
     assert not server.process.running
 
 
-def test_a_trainer_that_dies_while_the_server_samples_spoils_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_dies_while_it_samples_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the memory goes with its exporter, but the server has a copy, so the worker finishes its groups."""
     install(Knobs(folder=str(tmp_path)), monkeypatch)
     with WeightExporter.from_model(torch.nn.Linear(3, 2), tmp_path / "handle.json") as exporter:

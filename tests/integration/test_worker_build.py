@@ -50,10 +50,8 @@ def test_an_adapter_keeps_its_own_reference(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     def get_trainer() -> Any:
-        plain = build_trainer(tmp_path)
-        return build_trainer(
-            tmp_path, model=get_peft_model(plain.model, LoraConfig(target_modules="all-linear")), beta=0.1
-        )
+        model = get_peft_model(build_model(build_tokenizer()), LoraConfig(target_modules="all-linear"))
+        return build_trainer(tmp_path, model=model, beta=0.1)
 
     names = {name for name, _ in get_trainer().model.named_parameters()}
     with built_for_a_worker(1):
@@ -61,9 +59,7 @@ def test_an_adapter_keeps_its_own_reference(tmp_path: Path) -> None:
     assert any(".ref." in name for name in names)
 
 
-def test_a_worker_that_leaves_the_engine_to_its_process_is_built_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_whose_engine_comes_later_is_built_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both change how a trainer is built, and every worker does so in both ways."""
     monkeypatch.setenv("TEST_GRPO", '{"beta": 0.1, "use_vllm": true, "report_to": ["tensorboard"]}')
     monkeypatch.chdir(tmp_path)
@@ -162,9 +158,7 @@ def test_a_policy_without_weights_gets_the_published_ones(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("why", ["quantised", "unsloth"])
-def test_a_model_that_is_made_for_its_device_is_left_as_it_was_loaded(
-    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_made_for_its_device_stays_as_loaded(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[Any] = []
     monkeypatch.setattr(GRPOTrainer, "_move_model_to_device", lambda self, model, device: moved.append(model))
     model = build_model(build_tokenizer())
