@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +22,8 @@ from async_grpo.archive.audit import audit
 from async_grpo.archive.checkpoint_folders import Checkpoint
 from async_grpo.errors import RunDirError
 from async_grpo.rundir.paths import FINISHED, RunDir
+from kit.runs import SETUP, Command
 
-ROOT = Path(__file__).resolve().parents[2]
-SETUP = ROOT / "tests" / "kit" / "setups" / "random_model.py"
 STEPS = 40
 OPTIONS = ("--steps", str(STEPS), "-n", "2", "--deterministic", "--max-attempts", "1000", "--stop-grace", "60")
 DEADLINE_S = 180.0  # for anything to change in the files of a live run, and for its processes to end
@@ -51,11 +48,8 @@ class MonkeyRun:
 
     def __init__(self, folder: Path, expected: dict[int, str], save_steps: int = 4) -> None:
         self.folder, self.expected = folder, expected
-        self._env = {
-            "OMP_NUM_THREADS": "1",
-            "TEST_REWARD_S": "0.1",
-            "TEST_GRPO": json.dumps({"save_steps": save_steps}),
-        }
+        grpo = json.dumps({"save_steps": save_steps})
+        self._env = {"OMP_NUM_THREADS": "1", "TEST_REWARD_S": "0.1", "TEST_GRPO": grpo}
         self.home, self.elsewhere, self._aside = (folder / name for name in ("home", "elsewhere", "aside"))
         self.run_dir, self.outputs = self.home / "worker", self.home / "checkpoints"
         for path in (self.home, self.elsewhere, self._aside):
@@ -67,7 +61,7 @@ class MonkeyRun:
         self.may_be_told: set[str] = set()  # patterns of anomalies: what is really lost
         self.hit_groups = False  # files of the queue
         self.starts = 0
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._launcher: Command | None = None
         self._seen: set[psutil.Process] = set()
 
     # --- processes
@@ -75,21 +69,13 @@ class MonkeyRun:
     def start(self, cwd: Path | None = None) -> None:
         arguments = [*OPTIONS, "--run-dir", str(self.run_dir), *(["--resume"] if self._has_begun() else [])]
         self.starts += 1
-        with self._output().open("wb") as output:
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli", "train", str(SETUP), *arguments],
-                cwd=cwd or self.home,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **self._env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        self._launcher = Command(["train", str(SETUP), *arguments], cwd or self.home, **self._env)
 
     def processes(self) -> dict[str, psutil.Process]:
         """The live ones: `launcher`, `server`, `worker 1`, …"""
-        if self._launcher is None or self._launcher.poll() is not None:
+        if self._launcher is None or self._launcher.process.poll() is not None:
             return {}
-        found = {"launcher": psutil.Process(self._launcher.pid)}
+        found = {"launcher": psutil.Process(self._launcher.process.pid)}
         for child in found["launcher"].children():
             with suppress(psutil.Error):
                 words = child.cmdline()
@@ -145,10 +131,7 @@ class MonkeyRun:
         return not self.processes() and state is not None and state.state == FINISHED and state.step == STEPS
 
     def said(self) -> str:
-        return self._output().read_text(errors="replace")[-4000:] if self.starts else ""
-
-    def _output(self) -> Path:
-        return self.folder / f"output-{self.starts:03d}.txt"
+        return self._launcher.output[-4000:] if self._launcher is not None else ""
 
     def _has_begun(self) -> bool:
         return os.path.lexists(self.run_dir / "run.json")

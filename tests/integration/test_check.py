@@ -17,6 +17,7 @@ from trl_contract import moved
 
 from async_grpo.checks.differential import plain, recorder, tiny
 from async_grpo.errors import UnsupportedError
+from kit.compared_with_trl import equal_weights
 from kit.runs import ROOT, SETUP, command
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
@@ -137,7 +138,7 @@ def test_the_model_of_a_trainer_is_cut_down_the_same_each_time(tmp_path: Path) -
     with tiny.cut_down():
         first, second = built(), built()
     assert first.config.hidden_size == 64 and first.config.num_hidden_layers == 2
-    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+    assert equal_weights(first, second)
 
 
 # --- What is replaced and recorded of TRL -------------------------------------------------------------------

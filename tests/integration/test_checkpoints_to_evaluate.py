@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 
 from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights, model_digest
+from kit.compared_with_trl import equal_weights
 from kit.tiny_trainer import build_model, build_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -77,9 +78,9 @@ def test_the_weights_of_a_checkpoint_of_the_same_model_are_taken(policy: Any, tm
 def test_an_adapter_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     model = get_peft_model(build_model(build_tokenizer()), LoraConfig(r=2, target_modules="all-linear"))
     model.save_pretrained(tmp_path)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     load_weights(SimpleNamespace(model=model), str(tmp_path))  # type: ignore[arg-type]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert equal_weights(model, before)
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UsageError, match=f"The weights of {tmp_path} cannot be read: "):

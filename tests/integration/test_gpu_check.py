@@ -18,20 +18,19 @@ from kit.runs import ROOT
 from kit.waiting import is_gone, until
 
 pytestmark = pytest.mark.integration
+SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 
 
 def check(tmp_path: Path, *arguments: str, **env: str) -> tuple[int, str]:
     """The exit code and the report."""
     report = tmp_path / "report.md"
-    ran = subprocess.run(
-        [str(ROOT / "scripts" / "gpu_check.sh"), *arguments, "--dry-run", "--report", str(report)],
-        env={**os.environ, "PYTHON": sys.executable, **env},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    ran = run(SCRIPT, *arguments, "--dry-run", "--report", report, **{"PYTHON": sys.executable, **env})
     return ran.returncode, report.read_text() if report.exists() else ran.stderr
+
+
+def run(script: Path, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [str(script), *map(str, arguments)]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_parts_of_the_report(tmp_path: Path) -> None:
@@ -59,8 +58,7 @@ def slow_check(tmp_path: Path, command: str, *parts: str) -> subprocess.Popen[by
     slow.write_text(f'#!/bin/sh\ncase "$1 $2" in *.py\\ * | *pytest) {command} ;; *) exit 0 ;; esac\n')
     slow.chmod(0o755)
     env = {**os.environ, "PYTHON": str(slow), "OUT": str(tmp_path)}
-    script = ROOT / "scripts" / "gpu_check.sh"
-    return subprocess.Popen([str(script), *parts, "--dry-run"], env=env, start_new_session=True)
+    return subprocess.Popen([str(SCRIPT), *parts, "--dry-run"], env=env, start_new_session=True)
 
 
 def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) -> None:
@@ -109,15 +107,13 @@ def test_what_is_brought_is_unpacked_once(tmp_path: Path) -> None:
     folder, stage, pieces = (tmp_path / name for name in ("scripts", "stage/vllm", "pieces"))
     for each in (folder, stage, pieces):
         each.mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "gpu_check.sh", folder)
+    script = Path(shutil.copy(SCRIPT, folder))
     (stage / "__init__.py").write_text("print('imported', __file__)\nLLM, __version__ = 'it', '1'\n")
     pack = "tar c -C stage vllm | xz | split -b 100 - pieces/piece. && cd pieces && sha256sum piece.* >manifest"
     subprocess.run(["bash", "-c", pack], cwd=tmp_path, check=True, timeout=60)
 
     def report() -> str:
-        command = [str(folder / "gpu_check.sh"), "vllm", "--vllm", str(pieces), "--budget", "99"]
-        env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
-        subprocess.run(command, env=env, timeout=200, check=False)
+        run(script, "vllm", "--vllm", pieces, "--budget", "99", PYTHON=sys.executable, OUT=str(tmp_path))
         return (tmp_path / "gpu_report.md").read_text().rpartition("# GPU check")[2]
 
     unpacked = tmp_path / ".gpu" / "vllm-site" / "vllm" / "__init__.py"
@@ -141,8 +137,8 @@ def test_a_slimmed_library_keeps_what_its_gpu_loads(tmp_path: Path) -> None:
     compiled = container(entry(code, 80, 8), entry(ptx, 75, 8), entry(ptx, 80, 8), entry(ptx, 100, 8), of=0)
     neither = container(entry(code, 100, 16), entry(code, 120, 8), of=0)
     (tmp_path / "it.so").write_bytes(b"before" + own + b"between" + compiled + neither)
-    command = [sys.executable, str(ROOT / "scripts" / "slim_cuda.py"), str(tmp_path / "it.so")]
-    subprocess.run(command, check=True, timeout=60)
+    ran = run(Path(sys.executable), ROOT / "scripts" / "slim_cuda.py", tmp_path / "it.so")
+    assert ran.returncode == 0, ran.stderr
     slimmed = (container(entry(code, 90, 8), of=3 * 72), container(entry(ptx, 80, 8), of=4 * 72))
     last = container(entry(code, 120, 8), of=80 + 72)
     assert (tmp_path / "it.so").read_bytes() == b"before" + slimmed[0] + b"between" + slimmed[1] + last
@@ -151,7 +147,7 @@ def test_a_slimmed_library_keeps_what_its_gpu_loads(tmp_path: Path) -> None:
 def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
     code, report = check(tmp_path, "--plan", GSM8K_PATH="data")
     assert code == 0 and not report, "nothing is run, and nothing is reported"
-    plan = planned()
+    plan = run(SCRIPT, "--plan", GSM8K_PATH="data").stdout
     limits: dict[str, int] = {}
     for line in plan.splitlines():
         if line.startswith("scripts/gpu_check.sh "):
@@ -165,14 +161,8 @@ def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
     assert all(0 < limits[part] < 600 for part in limits if part != "targets")
     at_once = sum(limits[part] for part in ("tests", "kinds", "deterministic")) - limits["tests"]
     assert f"all of it: {sum(limits.values()) - at_once} s at most" in plan
-    some = planned("--budget", str(limits["smoke"] + 10))
+    some = run(SCRIPT, "--plan", "--budget", str(limits["smoke"] + 10), GSM8K_PATH="data").stdout
     assert f"Weights: left out, 10 s of the budget were left, its limit is {limits['weights']}." in some
-
-
-def planned(*options: str) -> str:
-    script = [str(ROOT / "scripts" / "gpu_check.sh"), "--plan", *options]
-    env = {**os.environ, "GSM8K_PATH": "data"}
-    return subprocess.run(script, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_an_unknown_part(tmp_path: Path) -> None:
@@ -185,8 +175,7 @@ def test_targets_are_held_against_the_worst_row(tmp_path: Path, value: float, ve
     (tmp_path / "gpu_async.json").write_text(json.dumps({"rows": rows}))
     rows = [{"name": "publish, 1B fp32, flat", "value": 0.5}, {"name": "publish, 1B bf16, flat", "value": 0.1}]
     (tmp_path / "gpu_weights.json").write_text(json.dumps({"rows": rows}))
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_targets.py"), str(tmp_path)]
-    table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    table = run(Path(sys.executable), ROOT / "benchmarks" / "gpu_targets.py", tmp_path).stdout
     assert f"| >= 1.7 of its rollouts/s | {value} | {verdict} |" in table
     assert "| publish | >= 0.85 of raw copy | 0.5 | **no** |" in table
 

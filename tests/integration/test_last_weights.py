@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from async_grpo.api import AsyncGRPO
 from async_grpo.api.result import Result
 from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir
 from async_grpo.training.last_weights import keep_last_weights
 from async_grpo.training.trl_trainer import fit
+from kit.compared_with_trl import equal_weights
 from kit.in_process import InProcessRun
 from kit.runs import SETUP
 from kit.several_ranks import EXAMPLES
@@ -33,9 +33,7 @@ def trained(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> 
 
 def test_the_weights_of_a_training_that_saves_none_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trained(tmp_path / "worker", monkeypatch)
-    loaded = Result(tmp_path / "worker").model().state_dict()
-    assert loaded.keys() == trainer.model.state_dict().keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    assert equal_weights(Result(tmp_path / "worker").model(), trainer.model)
     kept = {path.name for path in (tmp_path / "worker" / "last_weights").iterdir()}
     assert "model.safetensors" in kept and not kept & {"optimizer.pt", "rollout_state.json"}
     assert [path.name for path in (tmp_path / "worker").iterdir()] == ["last_weights"]

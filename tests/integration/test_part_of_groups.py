@@ -19,6 +19,7 @@ from async_grpo.training.before_start import refuse
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.corrections.weights import loss_mask
+from kit.compared_with_trl import equal_weights
 from kit.in_process import InProcessRun
 from kit.tiny_trainer import build_trainer
 
@@ -62,9 +63,7 @@ def test_the_gradient_of_a_step_is_that_of_trls_loss_on_the_kept_rows(loss_type:
     assert sorted(whole["advantages"].tolist()) == sorted(two.inputs[0]["advantages"].tolist())
     if loss_type != "bnpo":  # which divides by the tokens of a micro-batch
         assert two.logs[0]["grad_norm"] == pytest.approx(one.logs[0]["grad_norm"], rel=1e-3)
-    plain: Any = build_trainer(
-        tmp_path, **{**OF_FOUR, **changes, "num_generations": 2, "per_device_train_batch_size": 4}
-    )
+    plain: Any = build_trainer(tmp_path, **changes, num_generations=2, per_device_train_batch_size=4)
     plain.current_gradient_accumulation_steps = 1
     plain.model.train()
     loss = plain._compute_loss(plain.model, {**whole, "old_per_token_logps": whole["sampling_per_token_logps"]})
@@ -84,8 +83,7 @@ def _replayed(run: InProcessRun, settings: TrainingSettings, folder: Path) -> bo
     folder.mkdir()
     again = build_trainer(folder, **OF_FOUR, max_steps=3)
     replay._train(again, iter(run.batches), rule("bypass"), settings, folder)
-    weights = run.trainer.model.state_dict()
-    return all(torch.equal(tensor, weights[name]) for name, tensor in again.model.state_dict().items())
+    return equal_weights(run.trainer.model, again.model)
 
 
 def test_a_checkpoint_in_the_middle_of_a_batch_has_the_kept_rows(tmp_path: Path) -> None:

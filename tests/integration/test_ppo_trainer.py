@@ -20,7 +20,7 @@ from async_grpo.setup.grpo_config.building import check_set, configurations_with
 from async_grpo.training.before_start import refuse
 from async_grpo.training.checkpoints import bytes_needed
 from async_grpo.training.hyperparameters import hyperparameters
-from kit.compared_with_trl import run_as_trl_would, settings
+from kit.compared_with_trl import equal_weights, run_as_trl_would, settings
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replaying
 from kit.scripted import ScriptedEngine
@@ -35,24 +35,9 @@ KL_IN_REWARD = {"kl_in_reward": True, "beta": 0.05, "kl_ctrl": "adaptive", "targ
 
 
 def ppo_trainer(tmp_path: Path, given: dict[str, Any] | None = None, **more: Any) -> Any:
-    settled: dict[str, Any] = {
-        "trainer_class": PPOTrainer,
-        "config_class": PPOConfig,
-        "num_generations": 1,
-        "critic_learning_rate": 1e-3,
-        "gamma": 0.98,
-        "lam": 0.9,
-    }
+    settled: dict[str, Any] = {"trainer_class": PPOTrainer, "config_class": PPOConfig, "num_generations": 1}
+    settled |= {"critic_learning_rate": 1e-3, "gamma": 0.98, "lam": 0.9}
     return settings(tmp_path, given, **{**settled, **more})
-
-
-def critic_of(trainer: Any) -> dict[str, Tensor]:
-    return trainer.critic.model.state_dict()
-
-
-def same_critic(one: Any, other: Any, tolerance: float = 0.0) -> bool:
-    pairs = zip(critic_of(one).values(), critic_of(other).values(), strict=True)
-    return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in pairs)
 
 
 # --- In plain TRL -----------------------------------------------------------------------------------------
@@ -81,7 +66,7 @@ def test_the_critic_learns_and_moves_nothing_of_the_policy(tmp_path: Path) -> No
     frozen = ppo_trainer(tmp_path, max_steps=12, learning_rate=0.0, critic_learning_rate=1e-2)()
     before = copy.deepcopy(frozen.model.state_dict())
     frozen.train()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.model.state_dict().items())
+    assert equal_weights(frozen.model, before)
     losses = [entry["critic/vf_loss"] for entry in training_logs(frozen)]
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
 
@@ -122,12 +107,8 @@ def test_values_are_read_before_their_token_and_do_not_depend_on_padding(tmp_pat
     def batch(padding: int, last: int = 9) -> dict[str, Tensor]:
         prompt = torch.tensor([[0] * padding + [5, 6]])
         completion = torch.tensor([[7, 8, last]])
-        return {
-            "prompt_ids": prompt,
-            "prompt_mask": torch.tensor([[0] * padding + [1, 1]]),
-            "completion_ids": completion,
-            "completion_mask": torch.ones_like(completion),
-        }
+        masks = {"prompt_mask": torch.tensor([[0] * padding + [1, 1]]), "completion_mask": torch.ones_like(completion)}
+        return {"prompt_ids": prompt, "completion_ids": completion, **masks}
 
     for given in (batch(0), batch(3), batch(0, last=20)):
         assert torch.allclose(critic.old_values(given, rows=1)[0], right, atol=1e-5)
@@ -139,12 +120,11 @@ def test_a_critic_begins_as_the_policy_with_a_head_of_the_seed(tmp_path: Path) -
     one, other, third = (critics.made_for(policy, None, None, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), drawn), "the policy's random numbers are as without a critic"
     assert torch.equal(one.score.weight, other.score.weight) and not torch.equal(one.score.weight, third.score.weight)
-    body = one.base_model.state_dict()
-    assert all(torch.equal(tensor, body[name]) for name, tensor in policy.base_model.state_dict().items())
+    assert equal_weights(one.base_model, policy.base_model)
     assert one.config.attention_dropout == one.dropout.p == 0.0 and policy.config.attention_dropout == 0.3
     policy.save_pretrained(tmp_path)
     loaded = critics.made_for(policy, str(tmp_path), None, seed=1)
-    assert all(torch.equal(tensor, body[name]) for name, tensor in loaded.base_model.state_dict().items())
+    assert equal_weights(loaded.base_model, policy.base_model)
     assert critics.parameters_of(policy, None, None, None) == sum(it.numel() for it in one.parameters())
 
 
@@ -235,7 +215,8 @@ def test_kl_in_the_reward(tmp_path: Path, kl_penalty: str, model_folder: str) ->
 )
 def test_workers_give_what_plain_trl_gives(tmp_path: Path, changes: dict[str, Any], model_folder: str) -> None:
     run, plain = run_as_trl_would(ppo_trainer(tmp_path, model=model_folder, **changes))
-    assert same_critic(run.trainer, plain, tolerance=1e-5)
+    pairs = zip(run.trainer.critic.model.parameters(), plain.critic.model.parameters(), strict=True)
+    assert all(torch.allclose(ours, theirs, rtol=0, atol=1e-5) for ours, theirs in pairs)
 
 
 def test_a_worker_makes_no_critic(tmp_path: Path) -> None:
@@ -265,9 +246,7 @@ def test_a_resumed_training_is_as_one_that_was_never_stopped(tmp_path: Path, mod
     whole.train()
     resumed = get_trainer({"rollout_func": replaying(iter(batches[2:]))}, **saved)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert same_critic(whole, resumed)
-    weights = whole.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())
+    assert equal_weights(whole.critic.model, resumed.critic.model) and equal_weights(whole.model, resumed.model)
     assert resumed.kl_coef == whole.kl_coef != 0.05
     assert training_logs(resumed)[-1]["actor/kl_coef"] == training_logs(whole)[-1]["actor/kl_coef"]
 
@@ -396,16 +375,11 @@ def test_groups_of_one_fit_every_batch(tmp_path: Path, steps: dict[str, int]) ->
 # --- TRL's loss -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "mode"),
-    [
-        ("dapo", "token-mean"),
-        ("bnpo", "token-mean"),
-        ("grpo", "seq-mean-token-mean"),
-        ("luspo", "seq-mean-token-sum"),
-        ("dr_grpo", "seq-mean-token-sum-norm"),
-    ],
-)
+MODES = {"dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum"}
+MODES["dr_grpo"] = "seq-mean-token-sum-norm"
+
+
+@pytest.mark.parametrize(("loss_type", "mode"), MODES.items())
 def test_the_losses_of_trl_are_verls(loss_type: str, mode: str, tmp_path: Path) -> None:
     """Compare one micro-batch, with the dual clip, which is TRL's `delta`."""
     given = {name: torch.tensor(rows) for name, rows in VERL["inputs"].items()}

@@ -222,18 +222,21 @@ def test_without_an_optimizer_the_schedule_is_said_to_begin_again(tmp_path: Path
     assert len(warnings) == 1 and "save_only_model" in warnings[0]
 
 
-def test_another_schedule_s_own_state_is_said_to_be_kept(tmp_path: Path, warnings: list[str]) -> None:
+def of_a_checkpoint(saved: tuple[Any, Any], made: tuple[Any, Any]) -> tuple[Any, Any]:
+    """An optimizer and a schedule that were made again, with the saved state of others."""
+    in_force = resumed_settings.InForce.of(*made)
+    for new, old in zip(made, saved, strict=True):
+        new.load_state_dict(deepcopy(old.state_dict()))
+    in_force.put_back(*made, STEPS_DONE)
+    return made
+
+
+def test_another_schedule_s_own_state_is_said_to_be_kept(warnings: list[str]) -> None:
     def own(rate: float) -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=rate)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5)
 
-    optimizer, schedule = own(0.1)
-    state = deepcopy(optimizer.state_dict()), deepcopy(schedule.state_dict())
-    optimizer, schedule = own(0.2)
-    settings = resumed_settings.InForce.of(optimizer, schedule)
-    optimizer.load_state_dict(state[0])
-    schedule.load_state_dict(state[1])
-    settings.put_back(optimizer, schedule, 4)
+    optimizer, schedule = of_a_checkpoint(own(0.1), own(0.2))
     assert schedule.base_lrs == [0.1] and optimizer.param_groups[0]["lr"] == 0.1
     assert warnings == ["the schedule keeps the checkpoint's base rates [0.1], not [0.2]"]
 
@@ -247,13 +250,8 @@ def test_a_schedule_that_turns_the_momentum_continues_where_it_was(warnings: lis
     for _ in range(STEPS_DONE):
         optimizer.step()
         schedule.step()
-    state = deepcopy(optimizer.state_dict()), deepcopy(schedule.state_dict())
-    resumed, its_schedule = own()
-    settings = resumed_settings.InForce.of(resumed, its_schedule)
-    resumed.load_state_dict(state[0])
-    its_schedule.load_state_dict(state[1])
-    settings.put_back(resumed, its_schedule, STEPS_DONE)
-    assert resumed.state_dict()["param_groups"] == state[0]["param_groups"]
+    resumed, _ = of_a_checkpoint((optimizer, schedule), own())
+    assert resumed.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
     assert warnings == []
 
 

@@ -20,13 +20,13 @@ from kit.compared_with_trl import (
     SamplerIsOld,
     comparable,
     largest_difference,
+    run_as_scripted_trl_would,
     run_as_trl_would,
     same_completions,
 )
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
 from kit.runs import audited, finish, logged
-from kit.scripted_trl import run_as_scripted_trl_would
 from kit.setups.random_model import build
 
 pytestmark = pytest.mark.integration

@@ -22,7 +22,7 @@ from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.groups_for_trl import require_columns
 from async_grpo.training.trl_trainer import uniform_rewards
-from kit.compared_with_trl import own_names, settings
+from kit.compared_with_trl import equal_weights, own_names, settings
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
 from kit.scripted import ScriptedEngine
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
@@ -118,8 +118,7 @@ def test_a_replay_trains_on_the_turn_rewards_again_and_shows_them(tmp_path: Path
     run, again = served(get_trainer), get_trainer()
     (tmp_path / "replay").mkdir()
     replay._train(again, iter(run.batches), rule("bypass"), TrainingSettings(), tmp_path / "replay")
-    weights = run.trainer.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model.state_dict().items())
+    assert equal_weights(run.trainer.model, again.model)
     step = json.loads((tmp_path / "replay" / "metrics.jsonl").read_text().splitlines()[0])
     shown = ["reward/turn", "reward/outcome", "reward_std/turn", "rewards/turn/called/mean", "completions/turns_mean"]
     assert [step[name] for name in shown] == [run.logs[0][name] for name in shown]
@@ -161,20 +160,17 @@ def test_turn_rewards_of_groups_that_shared_a_call(tmp_path: Path) -> None:
     assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(together, alone, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([1.0, 2.0, 3.0], "'wrong' gave 3 rewards for a completion of 1 turns"),
-        ("abc", "'wrong' gave a str to a completion"),
-    ],
-)
+WRONG = {"gave 3 rewards for a completion of 1 turns": [1.0, 2.0, 3.0], "gave a str to a completion": "abc"}
+
+
+@pytest.mark.parametrize(("message", "given"), WRONG.items())
 def test_turn_rewards_of_the_wrong_form_fail_their_group(given: Any, message: str, tmp_path: Path) -> None:
     def wrong(completions: list[Any], **_: Any) -> list[Any]:
         return [given for _ in completions]
 
     engine = ScriptedEngine(Script(reply))
     worker = InProcessWorker(turn_trainer(tmp_path, turn_reward_funcs=wrong)(), engine)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"'wrong' {message}"):
         worker.rollouts(jobs_of(chat_rows(1), group_size=4))
 
 

@@ -21,10 +21,9 @@ from async_grpo.records import RolloutGroup
 from async_grpo.training.groups_for_trl import refuser_of
 from kit.agents import agent_worker, posted, said
 from kit.changed_groups import changed
-from kit.compared_with_trl import settings
+from kit.compared_with_trl import run_as_scripted_trl_would, scripted, settings
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of
 from kit.scripted import ScriptedEngine, ScriptedGenerator
-from kit.scripted_trl import run_as_scripted_trl_would, scripted
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
 from kit.tools import counts_tool_results, says_twelve
 

@@ -92,7 +92,7 @@ HOOKS: dict[str, Hook] = {
     "_prepare_inputs": method(TASKS, "generation_batch"),
     "_prepare_for_training": method(RESUMED, "max_steps train_dataloader resume_from_checkpoint"),
     "_metrics": Hook(GENERATION + "test_metrics_are_averaged_over_a_logging_interval"),
-    "_logs": Hook(I + "test_trl_view.py::test_all_that_training_changes_has_a_stand_in"),
+    "_logs": Hook(I + "test_trl_rewards.py::test_all_that_training_changes_has_a_stand_in"),
     "_step": Hook(TYPES),
     "_buffered_inputs": Hook(TYPES),
     "_tokenizer": Hook(TYPES),

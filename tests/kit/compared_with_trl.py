@@ -1,4 +1,4 @@
-"""The same trainer run by us and by plain TRL on the same completions: all that both log is compared."""
+"""The same trainer run by us and by plain TRL, on the same completions or by one script: what both log is compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trl import GRPOTrainer
 
 from async_grpo.training.padding import exchanging
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
+from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
 from kit.tiny_trainer import build_trainer
+from kit.tools import TOOL_CALL
 
 TOLERANCE = 1e-5
 TIMES = ("step_time", "perf/time_per_step", "perf/throughput")  # no function of what was trained on
@@ -82,6 +85,12 @@ def same_completions(ours: GRPOTrainer, theirs: GRPOTrainer) -> None:
         assert mine[name][1] == pytest.approx(numbers, abs=TOLERANCE, nan_ok=True), name
 
 
+def equal_weights(one: Any, other: Any) -> bool:
+    """Whether two models, or their state dicts, hold the same tensors, bit by bit."""
+    ours, theirs = (it if isinstance(it, dict) else it.state_dict() for it in (one, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def _split(logged: Any) -> tuple[list[Any], list[float]]:
     """The values of a column, or of columns with their names, that are no floats, and those that are."""
     columns = [[name, *logged[name]] for name in sorted(logged)] if isinstance(logged, dict) else [logged]
@@ -101,3 +110,30 @@ def settings(output_dir: Path, given: dict[str, Any] | None = None, **changes: A
         return build_trainer(output_dir, arguments={**(given or {}), **(arguments or {})}, **{**changes, **more})
 
     return get_trainer
+
+
+Reply = Callable[[str, int], str]
+
+BAD_CALL = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
+
+
+def scripted(get_trainer: Callable[..., GRPOTrainer], reply: Reply) -> InProcessRun:
+    return InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply))).train()
+
+
+def run_as_scripted_trl_would(
+    get_trainer: Callable[..., GRPOTrainer], reply: Reply, trainer_class: type[GRPOTrainer] = GRPOTrainer
+) -> tuple[InProcessRun, GRPOTrainer]:
+    """Run with a script in the place of the model, then plain TRL with the same script: all that they log is equal."""
+    run = scripted(get_trainer, reply)
+    plain: Any = get_trainer(trainer_class=type("Scripted", (SamplerIsOld, writing(reply, trainer_class)), {}))
+    plain.train()
+    largest_difference(run.logs, training_logs(plain))
+    return run, plain
+
+
+def calls_multiply(prompt: str, index: int) -> str:
+    """Calls the tool in every second completion, and uses its result."""
+    if "<tool_response>" in prompt:
+        return "twelve"
+    return f"let me see{TOOL_CALL}" if index % 2 == 0 else "eleven"

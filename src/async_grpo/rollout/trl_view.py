@@ -5,7 +5,7 @@ trained. So all of them have the same stand-ins for what training changes: `stat
 issued, what is added to `_metrics` is sent to the server, and what no worker can have refuses to be used.
 
 Whose job a call is for is in a context variable, which threads and event loops carry (`threads`).
-`tests/integration/test_trl_view.py` fails with the name of what a new TRL trains that has no stand-in.
+`tests/integration/test_trl_rewards.py` fails with the name of what a new TRL trains that has no stand-in.
 """
 
 from __future__ import annotations
