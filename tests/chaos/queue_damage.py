@@ -76,15 +76,9 @@ def foreign(data: bytes, dice: Random) -> bytes:
 
 def hostile(data: bytes, dice: Random) -> bytes:
     """Bombs: pickles, a header of 2^63 bytes, deep JSON."""
-    deep = b"[" * 100_000
-    return dice.choice(
-        [
-            pickle.dumps(Bomb()),
-            (1 << 63).to_bytes(8, "little") + data[8:],
-            len(deep).to_bytes(8, "little") + deep,
-            dice.randbytes(dice.randint(0, 300)),
-        ]
-    )
+    deep, noise = b"[" * 100_000, dice.randbytes(dice.randint(0, 300))
+    huge, nested = (1 << 63).to_bytes(8, "little") + data[8:], len(deep).to_bytes(8, "little") + deep
+    return dice.choice([pickle.dumps(Bomb()), huge, nested, noise])
 
 
 def wrong_schema(data: bytes, dice: Random) -> bytes:

@@ -61,15 +61,6 @@ def exporters_believed_alive() -> None:
     attachment.is_exiting = lambda pid: False
 
 
-MUTANTS = {
-    mutant.__name__: mutant
-    for mutant in (
-        written_without_the_lock,
-        ready_before_the_copy,
-        read_without_a_lease,
-        aliased_weights_not_held,
-        dead_exporters_believed,
-        exporters_believed_alive,
-    )
-}
+ANYWHERE = (written_without_the_lock, ready_before_the_copy, read_without_a_lease, aliased_weights_not_held)
+MUTANTS = {mutant.__name__: mutant for mutant in (*ANYWHERE, dead_exporters_believed, exporters_believed_alive)}
 GPU_ONLY = {"dead_exporters_believed", "exporters_believed_alive"}

@@ -31,13 +31,8 @@ PIECES = [
 ]
 REPEATED = st.tuples(st.sampled_from(PIECES) | st.text(max_size=4), st.sampled_from([1, 1, 1, 2, 30, 300]))
 TEXTS = st.lists(REPEATED, max_size=6).map(lambda parts: "".join(piece * times for piece, times in parts))
-FORMS = [
-    "{}",
-    "<answer>{}</answer>",
-    "x<end_working_out><SOLUTION>{}</SOLUTION>",
-    "```python\n{}\n```",
-    "\\boxed{{{}}}",
-]
+FORMS = ["{}", "<answer>{}</answer>", "x<end_working_out><SOLUTION>{}</SOLUTION>", "```python\n{}\n```"]
+FORMS.append("\\boxed{{{}}}")
 
 
 @cache

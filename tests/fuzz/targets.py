@@ -356,6 +356,7 @@ def _read_delta(data: bytes, folder: Path) -> None:
     assert digest(weights) == delta.header.result
 
 
+SOME_LINES = st.lists(st.one_of(list(map(json_bytes, LINES))), max_size=5)
 TARGETS = [
     Target("delta", st.one_of(DELTAS) | damaged(st.just(PACKED)) | NO_JSON, _read_delta, (DeltaError,)),
     Target("job", queue_file(encode_job(JOB)), lambda data, _: decode_job(data, run_id=RUN), (BadFileError,)),
@@ -364,14 +365,7 @@ TARGETS = [
     Target("shared header", damaged(st.just(_header())), _read_header, (IPCError,)),
     Target("rollout state", files_like(json_bytes(asdict(STATE))), _read_state, (BadFileError,)),
     Target("run state", files_like(json_bytes(as_json(RUN_STATE))), _read_run, (RunDirError,)),
-    Target(
-        "lines",
-        files_like(st.lists(st.one_of(list(map(json_bytes, LINES))), max_size=5).map(b"\n".join)).map(
-            lambda data: data + b"\n"
-        ),
-        _read_lines,
-        (),
-    ),
+    Target("lines", files_like(SOME_LINES.map(b"\n".join)).map(lambda data: data + b"\n"), _read_lines, ()),
     Target("status", damaged(changed(_sound_status()).map(_status_bytes)) | NO_JSON, _read_status, ()),
     Target("lock note", files_like(json_bytes(NOTE)), _read_note, ()),
     Target("names", damaged(NAMES) | st.binary(max_size=60), _read_names, ()),

@@ -35,10 +35,9 @@ from trl import GRPOTrainer
 from async_grpo.setup.overrides import check_overrides
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.padding import METRIC
-from kit.compared_with_trl import TIMES, own_names
+from kit.compared_with_trl import BAD_CALL, TIMES, Reply, own_names
 from kit.in_process import InProcessRun
 from kit.own_code import Backwards, ReadsOldLogProbabilities, Shortened, judge
-from kit.scripted_trl import BAD_CALL, Reply
 from kit.tiny_trainer import (
     QWEN3_CHAT_TEMPLATE,
     build_model,
@@ -161,6 +160,7 @@ def gradient_descent(held: Held) -> dict[str, Any]:
     return {"model": model, "given": {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.5), None)}}
 
 
+BUILT_BY_TRL = {"model_init_kwargs": {"attn_implementation": "eager"}, "cache_implementation": "dynamic"}
 LOSSES: dict[str, Row] = {
     **{
         f"{loss} on stale groups": row(**{"max_steps": 4, "learning_rate": 1e-2, **it}, stale=True, shows=strays)
@@ -198,13 +198,7 @@ LOSSES: dict[str, Row] = {
     "a mixture of experts": row(
         own=mixture_of_experts, router_aux_loss_coef=0.1, shows=lambda run: run.logs[0]["aux_loss"] > 0
     ),
-    "a model that TRL builds": row(
-        model=REFERENCE,
-        model_init_kwargs={"attn_implementation": "eager"},
-        trust_remote_code=True,
-        cache_implementation="dynamic",
-        shows=built_by_trl,
-    ),
+    "a model that TRL builds": row(model=REFERENCE, **BUILT_BY_TRL, trust_remote_code=True, shows=built_by_trl),
     "an optimizer": row(
         own=gradient_descent, shows=lambda run: type(run.trainer.optimizer.optimizer) is torch.optim.SGD
     ),
@@ -500,15 +494,13 @@ def one_token_less(run: InProcessRun) -> bool:
     return max(int(size) for group in run.groups for size in group.completion_lengths) == 7
 
 
+PATCHES_OF_TRL = [
+    (GRPOTrainer, name, around)
+    for name, around in (("_calculate_rewards", doubled), ("_generate_and_score_completions", halved))
+]
 METHODS: dict[str, Row] = {
     "overrides": row(trainer_class=Overriding, reward_funcs=logs_digits, max_steps=6, shows=overridden_once),
-    "patches": row(
-        patches=(
-            (GRPOTrainer, "_calculate_rewards", doubled),
-            (GRPOTrainer, "_generate_and_score_completions", halved),
-            (Trainer, "training_step", doubled),
-        )
-    ),
+    "patches": row(patches=(*PATCHES_OF_TRL, (Trainer, "training_step", doubled))),
     "assigned methods": row(after=assigned_methods, save_strategy="steps", save_steps=1, shows=assigned_ones_ran),
     "a dataloader": row(trainer_class=Backwards, num_iterations=2, max_steps=8, shows=reads_backwards),
     "a dataloader that is assigned": row(after=assigned_loader, max_steps=3, shows=reads_backwards),

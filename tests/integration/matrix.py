@@ -212,12 +212,8 @@ def build(row: Row) -> Any:
     tokenizer = build_tokenizer()
     changes = dict(row.model)
     attention = changes.pop("attn_implementation", None)
-    tokens = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-    }
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    tokens["vocab_size"] = len(tokenizer)
     config = AutoConfig.for_model(row.family, **{**FAMILIES[row.family], **tokens, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

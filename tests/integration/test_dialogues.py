@@ -19,11 +19,10 @@ from trl.trainer import grpo_trainer
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.rollout.threads import main_thread
-from kit.compared_with_trl import settings
+from kit.compared_with_trl import Reply, calls_multiply, settings
 from kit.groups import values_of
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of
 from kit.scripted import NewWeightsEachTurn, ScriptedEngine, ScriptedGenerator, Streaming, kept, writing
-from kit.scripted_trl import Reply, calls_multiply
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, length, plain_rows
 from kit.tools import double, multiply, written
 from kit.waiting import DEADLINE_S
@@ -226,14 +225,8 @@ def calls(prompt: str, index: int) -> str:
 
 
 def worker_of(tmp_path: Path, engine_of: Any, reply: Any = calls, **given: Any) -> InProcessWorker:
-    trainer = build_trainer(
-        tmp_path,
-        chat_template=QWEN3_CHAT_TEMPLATE,
-        train_dataset=chat_rows(),
-        arguments=given or {"tools": [double]},
-        reward_funcs=[length],
-        max_completion_length=300,
-    )
+    rest = {"train_dataset": chat_rows(), "arguments": given or {"tools": [double]}, "reward_funcs": [length]}
+    trainer = build_trainer(tmp_path, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=300, **rest)
     return InProcessWorker(trainer, engine_of(ScriptedGenerator(reply)))
 
 
@@ -342,9 +335,8 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         assert group.completions[0][1]["content"] == ("12" if kind == "tools" else "3")
         for tokens in group.tokens:
             assert len(tokens.versions) == len(tokens)
-            assert tokens.kept == [
-                kept(token) if own else b"" for token, own in zip(tokens.ids, tokens.mask, strict=True)
-            ]
+            own = zip(tokens.ids, tokens.mask, strict=True)
+            assert tokens.kept == [kept(token) if mask else b"" for token, mask in own]
         assert group.tokens[0].versions[-1] == 5, "the last turn was sampled by newer weights"
         assert set(group.tokens[1].versions) == {4}
         assert group.version == 4

@@ -103,14 +103,10 @@ def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
         return [None] * len(completions)
 
     none.__name__ = letters.__name__
-    get_trainer = multi_task_trainer(
-        tmp_path,
-        reward_funcs=[letters, none],
-        reward_weights=[2.0, 1.0],
-        per_device_train_batch_size=4 * GROUP_SIZE,
-        max_steps=3,
+    rewards = {"reward_funcs": [letters, none], "reward_weights": [2.0, 1.0]}
+    run, _ = run_as_trl_would(
+        multi_task_trainer(tmp_path, **rewards, per_device_train_batch_size=4 * GROUP_SIZE, max_steps=3)
     )
-    run, _ = run_as_trl_would(get_trainer)
     assert [batch.most_common(1)[0][0] for batch in tasks_of(run)] == list(TASKS)
     assert run.trainer.tasks_in_words == "a batch of 4 groups has 1 + 1 + 1 and 1 in turn"
     assert run.logs[0]["logic/reward"] == pytest.approx(

@@ -31,14 +31,9 @@ from kit.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
-DOUBLE = {
-    "type": "function",
-    "function": {
-        "name": "double",
-        "description": "Double a number.",
-        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
-    },
-}
+NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+ABOUT = {"name": "double", "description": "Double a number.", "parameters": NUMBER}
+DOUBLE = {"type": "function", "function": ABOUT}
 
 
 def two_turns(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:

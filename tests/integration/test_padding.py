@@ -33,6 +33,7 @@ pytestmark = pytest.mark.integration
 
 DEADLINE_S = 300
 TOKENIZER = build_tokenizer()
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 FAMILIES: dict[str, tuple[Row, str]] = {  # and which padding is left out
     **{name: (Row(family=name), "both") for name in ("qwen3", "mixtral", "bloom", "mamba2", "lfm2")},
     "gemma3_text": (Row(family="gemma3_text", model={"sliding_window": 16}), "both"),
@@ -40,16 +41,7 @@ FAMILIES: dict[str, tuple[Row, str]] = {  # and which padding is left out
     "gpt2": (Row(family="gpt2"), "right"),
     "virtual tokens": (Row(peft=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)), "right"),
     "recurrent_gemma": (Row(family="recurrent_gemma", model={"attention_window_size": 16}), "right"),
-    "llama": (
-        Row(
-            family="llama",
-            model={
-                "max_position_embeddings": 40,
-                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-            },
-        ),
-        "none",
-    ),
+    "llama": (Row(family="llama", model={"max_position_embeddings": 40, "rope_parameters": DYNAMIC}), "none"),
 }
 
 

@@ -97,13 +97,8 @@ def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> Non
         def reset(self, **row: Any) -> str:
             return ""
 
-    trainer: Any = build_trainer(
-        tmp_path,
-        chat_template=QWEN3_CHAT_TEMPLATE,
-        train_dataset=chat_rows(),
-        arguments={"environment_factory": Environment},
-        reward_funcs=[letters],
-    )
+    given = {"arguments": {"environment_factory": Environment}, "train_dataset": chat_rows()}
+    trainer: Any = build_trainer(tmp_path, chat_template=QWEN3_CHAT_TEMPLATE, reward_funcs=[letters], **given)
     for name in (name for name in ATTRIBUTES if HOOKS[name].where == WITH_ENVIRONMENTS):
         assert isinstance(getattr(trainer, name, None), dict), moved(f"GRPOTrainer.{name}", "is no dict", *users(name))
     trainer._generate_and_score_completions(twice(chat_rows(2)))

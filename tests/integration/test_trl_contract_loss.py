@@ -34,13 +34,8 @@ Prepared = tuple[dict[str, Any], Any]
 @pytest.fixture
 def inputs_and_trainer(tmp_path: Path) -> Prepared:
     """What the loss consumes for a batch of a `rollout_func`; a loss that weighs each sequence alike."""
-    trainer: Any = build_trainer(
-        tmp_path,
-        arguments={"rollout_func": scripted_rollout},
-        reward_funcs=lambda completions, score, **_: score,
-        loss_type="grpo",
-        epsilon=0.2,
-    )
+    given = {"arguments": {"rollout_func": scripted_rollout}, "reward_funcs": lambda completions, score, **_: score}
+    trainer: Any = build_trainer(tmp_path, **given, loss_type="grpo", epsilon=0.2)
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions(twice(plain_rows(4)))
     return inputs, trainer
@@ -94,13 +89,8 @@ def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(
     objective_BC = torch.min(ratio_BC * advantages_B1, ratio_BC.clamp(0.8, 1.2) * advantages_B1)
     mask_BC = inputs["completion_mask"] * inputs["tool_mask"]
     expected = -((objective_BC * mask_BC).sum(1) / mask_BC.sum(1)).mean()
-    assert_close(
-        loss,
-        expected,
-        msg=lambda text: moved(
-            "GRPOTrainer._compute_loss", f"does not use `old_per_token_logps` and `tool_mask`: {text}", TRAINING
-        ),
-    )
+    unused = "does not use `old_per_token_logps` and `tool_mask`"
+    assert_close(loss, expected, msg=lambda text: moved("GRPOTrainer._compute_loss", f"{unused}: {text}", TRAINING))
 
 
 def test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass(
@@ -121,11 +111,8 @@ def test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass(
     mask_BC = inputs["completion_mask"] * inputs["tool_mask"]
     weighed_BC = weights_BC * inputs["advantages"][:, None]  # the ratio to the old policy is 1
     expected = -((weighed_BC * mask_BC).sum(1) / mask_BC.sum(1)).mean()
-    assert_close(
-        trainer._compute_loss(trainer.model, inputs).detach(),
-        expected,
-        msg=lambda text: moved("GRPOTrainer._compute_loss", f"weighs otherwise than with use_vllm=True: {text}", LOSS),
-    )
+    loss, change = trainer._compute_loss(trainer.model, inputs).detach(), "weighs otherwise than with use_vllm=True"
+    assert_close(loss, expected, msg=lambda text: moved("GRPOTrainer._compute_loss", f"{change}: {text}", LOSS))
 
 
 def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

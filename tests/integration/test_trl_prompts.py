@@ -24,16 +24,11 @@ from kit.tiny_trainer import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer, length
 pytestmark = pytest.mark.integration
 
 
+IN_FOUR = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
 ORDERS: dict[str, dict[str, Any]] = {
     "one batch a step": {"per_device_train_batch_size": 8, "max_steps": 8},
     "not shuffled": {"per_device_train_batch_size": 8, "max_steps": 8, "shuffle_dataset": False},
-    "iterations and steps per generation": {
-        "per_device_train_batch_size": 2,
-        "num_iterations": 2,
-        "steps_per_generation": 4,
-        "gradient_accumulation_steps": 4,
-        "max_steps": 14,
-    },
+    "iterations and steps per generation": {**IN_FOUR, "num_iterations": 2, "max_steps": 14},
 }
 
 
@@ -180,14 +175,8 @@ def test_environments_whose_reset_varies(with_prompt: bool, tmp_path: Path) -> N
 
     def get_trainer(**changes: Any) -> GRPOTrainer:
         factory = varying() if with_prompt else {"varying": varying()}
-        made = settings(
-            tmp_path,
-            {"environment_factory": factory},
-            chat_template=QWEN3_CHAT_TEMPLATE,
-            train_dataset=rows,
-            reward_funcs=[length],
-        )
-        return made(**changes)
+        given = {"chat_template": QWEN3_CHAT_TEMPLATE, "train_dataset": rows, "reward_funcs": [length], **changes}
+        return settings(tmp_path, {"environment_factory": factory})(**given)
 
     run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(repeats_digits))).train()
     trained = prompts_and_completions(run)
@@ -207,11 +196,8 @@ def test_a_rollout_func_with_a_prompt_for_each_completion(tmp_path: Path) -> Non
         texts = [f"{prompt}{index}" for index, prompt in enumerate(prompts)]
         tokenizer = trainer.processing_class
         completion_ids = tokenizer([f"{index}" for index in range(len(prompts))])["input_ids"]
-        return {
-            "prompt_ids": tokenizer(texts)["input_ids"],
-            "completion_ids": completion_ids,
-            "logprobs": [[-1.0] * len(row) for row in completion_ids],
-        }
+        logprobs = [[-1.0] * len(row) for row in completion_ids]
+        return {"prompt_ids": tokenizer(texts)["input_ids"], "completion_ids": completion_ids, "logprobs": logprobs}
 
     run = InProcessRun(
         settings(tmp_path, {"rollout_func": rollout_func}, train_dataset=Dataset.from_list([{"prompt": "p"}] * 8))

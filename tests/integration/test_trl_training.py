@@ -95,14 +95,8 @@ def test_a_reward_that_is_a_callback_as_well_is_refused(method: bool, tmp_path: 
 
 
 def test_evaluation_generates_in_the_trainer(tmp_path: Path) -> None:
-    get_trainer = settings(
-        tmp_path,
-        {"eval_dataset": plain_rows(4)},
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
-        eval_on_start=True,
-    )
+    each_step = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 4}
+    get_trainer = settings(tmp_path, {"eval_dataset": plain_rows(4)}, **each_step)
     run = InProcessRun(get_trainer).train()
     plain = get_trainer()
     plain.train()

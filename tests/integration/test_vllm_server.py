@@ -55,14 +55,8 @@ def fake_nccl(server: FakeVLLMServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:
     """A worker's trainer of a file that names the server at `url`."""
     with engines_left_to_workers():
-        trainer = build_trainer(
-            tmp_path,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=url,
-            vllm_server_timeout=changes.pop("vllm_server_timeout", 120.0),
-            **changes,
-        )
+        asked = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120.0}
+        trainer = build_trainer(tmp_path, **{**asked, **changes})
     RolloutTrainer(trainer)
     return trainer
 
@@ -85,13 +79,8 @@ def test_it_generates_with_the_weights_that_it_was_sent(server: FakeVLLMServer, 
         torch.testing.assert_close(torch.tensor(values), expected, atol=1e-5, rtol=0)
     paths = [path for path, _ in server.asked]
     first, last = paths.index("/start_weight_update"), paths.index("/v1/completions")
-    assert paths[first : last + 1] == [
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/reset_prefix_cache",
-        "/v1/completions",
-    ]
+    update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+    assert paths[first : last + 1] == [*update, "/v1/completions"]
 
 
 def test_sampling_parameters_go_as_trl_sends_them(server: FakeVLLMServer, tmp_path: Path) -> None:

@@ -59,13 +59,8 @@ def said(endpoint: Endpoint, messages: list[Any], **more: Any) -> Any:
 
 
 def agent_trainer(tmp_path: Path, agent: Any, *, template: str | None = QWEN3_CHAT_TEMPLATE, **changes: Any) -> Any:
-    given = {
-        "chat_template": template,
-        "train_dataset": chat_rows(),
-        "arguments": {"rollout_func": OpenAIHarness(agent)},
-        "reward_funcs": [length],
-        "max_completion_length": 300,
-    }
+    given = {"chat_template": template, "train_dataset": chat_rows(), "reward_funcs": [length]}
+    given |= {"arguments": {"rollout_func": OpenAIHarness(agent)}, "max_completion_length": 300}
     return build_trainer(tmp_path, **{**given, **changes})
 
 

@@ -57,12 +57,8 @@ def config_of(example: str, processes: int, folder: Path) -> Path:
     text = (EXAMPLES / example).read_text()
     assert "num_processes: 2\n" in text and "gpu_ids: 0,1\n" in text
     config = folder / f"{processes}_{example}"
-    gpus = ",".join(map(str, range(processes)))
-    config.write_text(
-        text.replace("num_processes: 2\n", f"num_processes: {processes}\n").replace(
-            "gpu_ids: 0,1\n", f"gpu_ids: {gpus}\n"
-        )
-    )
+    text = text.replace("num_processes: 2\n", f"num_processes: {processes}\n")
+    config.write_text(text.replace("gpu_ids: 0,1\n", f"gpu_ids: {','.join(map(str, range(processes)))}\n"))
     return config
 
 

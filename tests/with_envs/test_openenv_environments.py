@@ -54,14 +54,8 @@ app = create_app(Shop, CallToolAction, CallToolObservation, env_name="shop", max
 
 
 def worker_of(environment: Any, reply: Any, folder: Path) -> InProcessWorker:
-    trainer = build_trainer(
-        folder,
-        chat_template=QWEN3_CHAT_TEMPLATE,
-        reward_funcs=[],
-        train_dataset=chat_rows(2),
-        arguments={"environment_factory": environment},
-        max_completion_length=800,
-    )
+    given = {"arguments": {"environment_factory": environment}, "train_dataset": chat_rows(2), "reward_funcs": []}
+    trainer = build_trainer(folder, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=800, **given)
     return InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(reply)))
 
 

@@ -165,10 +165,10 @@ def test_a_run_trains_on_it(tmp_path: Path) -> None:
     printed = finish(
         tmp_path,
         *("--distributed", "-n", "1"),
-        setup=HERE / "sums_trainer.py",
+        setup=HERE / "sums_by_heart.py",
         PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     )
-    assert "2/2" in printed
+    assert "6/6" in printed
     metrics = (tmp_path / "worker" / "metrics.jsonl").read_text()
     assert "verifiers/rewards/right" in metrics
 

@@ -39,14 +39,8 @@ def pictures() -> list[list[Image.Image]]:
     turned = picture(21, 16, 32)
     turned.getexif()[0x0112] = 6  # to be shown turned by a quarter
     turned.info["exif"] = turned.getexif().tobytes()
-    return [
-        [picture(0)],
-        [picture(1, 24, 16), picture(2), picture(3, 16, 32)],
-        [],
-        [picture(0)],
-        [transparent],
-        [turned],
-    ]
+    several = [picture(1, 24, 16), picture(2), picture(3, 16, 32)]
+    return [[picture(0)], several, [], [picture(0)], [transparent], [turned]]
 
 
 def rows() -> list[dict[str, Any]]:
@@ -235,9 +229,8 @@ def mismatch_at_the_trainer(get_trainer: Callable[[], GRPOTrainer]) -> float:
 def test_images_of_a_column_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "what?"}]
     data = Dataset.from_list([{"prompt": prompt, "image": picture(index)} for index in range(12)])
-    assert (
-        mismatch_at_the_trainer(lambda: build_trainer(IDEFICS, tmp_path, train_dataset=data, learning_rate=0.0)) < CLOSE
-    )
+    given = {"train_dataset": data, "learning_rate": 0.0}
+    assert mismatch_at_the_trainer(lambda: build_trainer(IDEFICS, tmp_path, **given)) < CLOSE
 
 
 def test_images_of_environments_are_those_that_the_trainer_sees(tmp_path: Path) -> None:

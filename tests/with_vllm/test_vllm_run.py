@@ -106,9 +106,7 @@ def test_a_server_killed_in_the_middle_costs_no_group(tmp_path: Path) -> None:
 def test_tensor_parallelism_and_an_adapter_that_is_merged_on_the_way(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     options = ("-n", "1", "--steps", "3", "--generator", "vllm-server", "--max-staleness", "0")
-    parallel = ("--set", "vllm_tensor_parallel_size=2")
-    ran(
-        "train", SETUP, *options, *parallel, cwd=tmp_path, TEST_LORA="1", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="INFO"
-    )
+    env = {"TEST_LORA": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    ran("train", SETUP, *options, "--set", "vllm_tensor_parallel_size=2", cwd=tmp_path, **env)
     check(run_dir, 3)
     assert "TP1" in (run_dir / "log_worker_1_vllm_server.txt").read_text()
