@@ -50,25 +50,24 @@ def has_two_checkpoints(run: MonkeyRun) -> bool:
 # --- signals
 
 
+def one_process(run: MonkeyRun, random: Random) -> psutil.Process:
+    if processes := run.processes():
+        return processes[random.choice(sorted(processes))]
+    raise psutil.NoSuchProcess(0)  # they have ended meanwhile
+
+
 def send(number: signal.Signals) -> Action:
     def strike(run: MonkeyRun, random: Random) -> None:
-        processes = run.processes()
-        if not processes:  # they have ended meanwhile
-            return
-        role = random.choice(sorted(processes))
         with suppress(psutil.NoSuchProcess):
-            processes[role].send_signal(number)
+            one_process(run, random).send_signal(number)
 
     return strike
 
 
 def pause(run: MonkeyRun, random: Random) -> None:
     """Stop one process for a moment."""
-    processes = run.processes()
-    if not processes:  # they have ended meanwhile
-        return
-    stopped = processes[random.choice(sorted(processes))]
     with suppress(psutil.NoSuchProcess):
+        stopped = one_process(run, random)
         stopped.suspend()
         time.sleep(random.uniform(0.1, 3.0))
         stopped.resume()

@@ -42,6 +42,11 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "actor.log"
 
 
+at_any_step = pytest.mark.parametrize(
+    ("step", "when"), [*((step, when) for step in STEPS for when in ("before", "after")), ("copy", "middle")]
+)
+
+
 def fresh_model() -> Any:
     return model_of({name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()})
 
@@ -54,9 +59,7 @@ def test_random_kills_tear_nothing_and_leak_nothing(nursery, handle, kills, seed
     check_reads(kill_loop(nursery, handle, kills, seed))
 
 
-@pytest.mark.parametrize(
-    ("step", "when"), [*((step, when) for step in STEPS for when in ("before", "after")), ("copy", "middle")]
-)
+@at_any_step
 def test_writer_killed_at_any_step_leaves_a_whole_version(nursery, handle, log, step, when):
     writer = nursery.spawn("write_and_die", path=str(handle), log=str(log), step=step, when=when)
     generation = until(lambda: logged(log, "published"), "version 1")[0]["generation"]
@@ -164,9 +167,7 @@ def test_random_kills_on_a_gpu_tear_nothing(gpu_nursery: Nursery, handle: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "when"), [*((step, when) for step in STEPS for when in ("before", "after")), ("copy", "middle")]
-)
+@at_any_step
 def test_a_writer_killed_at_any_step_leaves_nothing_that_is_read(
     gpu_nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
 ) -> None:

@@ -40,9 +40,7 @@ def rewards() -> list[Any]:
     """The functions of `src`, and `score` for each source, which calls those that read a ground truth."""
     from async_grpo.tasks.scores import BUILT_IN, score
 
-    of_sources = [
-        partial(score, data_source=[source], ground_truth=[json.dumps(TRUTHS.get(source, "18"))]) for source in BUILT_IN
-    ]
+    of_sources = [partial(score, data_source=[it], ground_truth=[json.dumps(TRUTHS.get(it, "18"))]) for it in BUILT_IN]
     return [*_functions(), *of_sources]
 
 

@@ -60,9 +60,7 @@ NUMBERS = st.sampled_from(
 )
 TEXTS = st.sampled_from(["", "x", "0", "\0", "\ud800", "☃", "../..", "a" * 5000]) | st.text(max_size=8)
 LEAVES = st.none() | st.booleans() | NUMBERS | st.integers() | TEXTS
-VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=8
-)
+VALUES = st.recursive(LEAVES, lambda x: st.lists(x, max_size=4) | st.dictionaries(TEXTS, x, max_size=4), max_leaves=8)
 NO_JSON = st.sampled_from(
     [b"", b"{", b"[" * 50_000, b'{"a":' * 5_000, b"\0" * 300, b"\xff\xfe{\0", b"9" * 5_000, b"NaN"]
 )
@@ -175,9 +173,7 @@ def _read_group(data: bytes, folder: Path) -> object:
 # Files of JSON
 
 STATE = RolloutState(run_id=RUN, step=3, next_seq=9, rounds=3, unusable=[2], consumed_below=4, consumed=[6])
-RUN_STATE = RunState(
-    run_id=RUN, state="running", plan=RunPlan(config=Path("/setup.py")), started="now", output_dir="/out"
-)
+RUN_STATE = RunState(run_id=RUN, state="running", plan=RunPlan(config=Path("/s.py")), started="now", output_dir="/out")
 LAYOUT = {
     "nbytes": 4608,
     "buckets": [{"dtype": "float32", "offset": 4096, "nbytes": 512}],

@@ -199,9 +199,7 @@ LOSSES: dict[str, Row] = {
         own=mixture_of_experts, router_aux_loss_coef=0.1, shows=lambda run: run.logs[0]["aux_loss"] > 0
     ),
     "a model that TRL builds": row(model=REFERENCE, **BUILT_BY_TRL, trust_remote_code=True, shows=built_by_trl),
-    "an optimizer": row(
-        own=gradient_descent, shows=lambda run: type(run.trainer.optimizer.optimizer) is torch.optim.SGD
-    ),
+    "an optimizer": row(own=gradient_descent, shows=lambda it: type(it.trainer.optimizer.optimizer) is torch.optim.SGD),
 }
 
 # --- Rewards ----------------------------------------------------------------------------------------------

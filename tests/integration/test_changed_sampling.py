@@ -189,13 +189,11 @@ CHANGES: list[tuple[dict[str, Any], Callable[[Any], Any], dict[str, Any], str]] 
 ]
 
 
-@pytest.mark.parametrize(("built", "change", "options", "says"), CHANGES, ids=[says[:40] for *_, says in CHANGES])
-def test_a_change_that_workers_cannot_follow_is_refused(
-    built: dict[str, Any], change: Any, options: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("built", "change", "more", "says"), CHANGES, ids=[says[:40] for *_, says in CHANGES])
+def test_what_workers_cannot_follow_is_refused(built: Any, change: Any, more: Any, says: str, tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path, **built)
     with pytest.raises(RunRefused, match="^" + says):
-        watched(trainer, change, **options)
+        watched(trainer, change, **more)
 
 
 def adapter_off_and_on(trainer: Any) -> None:

@@ -44,9 +44,7 @@ def check(folder: Path, setup: Path, *options: str, code: int, **env: str) -> tu
 def test_the_demo_trains_as_in_plain_trl_and_writes_nothing(tmp_path: Path) -> None:
     found, output = check(tmp_path, DEMO, code=0)
     assert {line["status"] for lines in found.values() for line in lines} == {"equal", "documented"}
-    assert {"prompts", "reward accuracy", "batches", "log-probs", "losses", "gradients", "metrics", "files"} <= set(
-        found
-    )
+    assert {"prompts", "reward accuracy", "batches", "log-probs", "losses", "gradients", "metrics", "files"} <= {*found}
     assert "will score 256 completions in a run (32 calls)" in output
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("output-")]
     assert left == ["lines.json"], "the user's output_dir is not written to"

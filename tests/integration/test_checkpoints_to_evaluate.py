@@ -51,7 +51,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(damage: Callable[[Path], None
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("own", "words"),
     [
         ({"num_hidden_layers": 3}, "another model .*layers.2"),
         ({"num_hidden_layers": 1}, "another model .*lacks model.layers.1"),
@@ -59,10 +59,8 @@ def test_a_checkpoint_that_cannot_be_read_is_named(damage: Callable[[Path], None
         ({"vocab_size": 200}, "another model|cannot be read"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(
-    changes: dict[str, Any], words: str, policy: Any, tmp_path: Path
-) -> None:
-    build_model(build_tokenizer(), **changes).save_pretrained(tmp_path)
+def test_a_checkpoint_of_another_model_is_refused(own: dict[str, Any], words: str, policy: Any, tmp_path: Path) -> None:
+    build_model(build_tokenizer(), **own).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=words):
         load_weights(SimpleNamespace(model=policy), str(tmp_path))  # type: ignore[arg-type]
 

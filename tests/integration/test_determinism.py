@@ -8,23 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_grpo.roles.replay import checkpoint_digest
-from kit.runs import (
-    DEADLINE_S,
-    IN_MID_BATCH,
-    SETUP,
-    audited,
-    command,
-    finish,
-    kill_the_server_at,
-    lines_of,
-    read,
-    steps_logged,
-    weights_of_a_replay,
-)
+from kit.runs import IN_MID_BATCH, SETUP, audited, command, finish, kill_the_server_at, lines_of, weights_of_a_replay
+from kit.waiting import until_gone
 
 pytestmark = pytest.mark.integration
 
@@ -68,7 +56,7 @@ def test_any_number_of_workers_any_death_and_a_replay_give_the_same_weights(undi
     assert "whose weights are no more" not in output  # of a group that a later version had to sample
     assert weights_of(tmp_path, 14) == expected
     assert weights_of_a_replay(tmp_path, **env) == expected
-    assert read(tmp_path / "worker" / "run.json")["plan"]["training"]["deterministic"] is True
+    assert json.loads((tmp_path / "worker" / "run.json").read_text())["plan"]["training"]["deterministic"] is True
 
 
 @pytest.mark.slow
@@ -109,11 +97,11 @@ def test_an_end_of_the_launcher_gives_the_same_weights(tmp_path: Path, number: s
     """Rewards are slow, so the server nearly always waits for the groups of the version that workers see."""
     one, stopped = undisturbed_and_empty(tmp_path)
     with command(*STOPPED_SOON, cwd=stopped, TEST_REWARD_S="0.3") as run:
-        run.wait_until(lambda: len(steps_logged(stopped / "worker")) >= 5, "step 5")
+        run.wait_until((stopped / "checkpoints/checkpoint-4/rollout_state.json").exists, "a checkpoint")
         children = run.children()
         run.process.send_signal(number)
         run.wait()
-        assert not psutil.wait_procs(children, timeout=DEADLINE_S)[1]
+        until_gone(children)
     train(stopped, "-n", "2", "--resume")
     assert weights_of(stopped) == weights_of(one)
 

@@ -146,10 +146,8 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
             return "done"
         return written(("waits" if "\na<|im_end|>" in prompt else "double", {"number": 1}))
 
-    get_trainer = settings(
-        tmp_path, {"tools": [waits, double]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400
-    )
-    worker = InProcessWorker(get_trainer(), Streaming(ScriptedGenerator(slow)))
+    get = settings(tmp_path, {"tools": [waits, double]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400)
+    worker = InProcessWorker(get(), Streaming(ScriptedGenerator(slow)))
     assert [outcome.job.seq for outcome in worker.ended(2, jobs_of(chat_rows(3)))] == [1, 2]
     others_ended.set()
     [last] = worker.ended(1)
@@ -158,8 +156,7 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
 
 def test_the_model_reads_what_a_tool_wrote_and_the_loss_does_not(tmp_path: Path) -> None:
     get_trainer = dialogues(tmp_path)
-    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply)))
-    run.train()
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply))).train()
     trainer, inputs = run.trainer, run.inputs[0]
     row = next(index for index, mask in enumerate(inputs["tool_mask"]) if not bool(mask.all()))
     tool_tokens = inputs["completion_mask"][row].bool() & ~inputs["tool_mask"][row].bool()

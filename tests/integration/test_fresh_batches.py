@@ -126,8 +126,7 @@ def test_what_acts_only_while_the_model_trains(kind: type[Qwen3ForCausalLM], tmp
 
 
 def test_other_computations_than_the_samplers(tmp_path: Path) -> None:
-    said = refusal(tmp_path, trainer_class=ShiftsPositions)
-    assert "differs also alone" in said
+    assert "differs also alone" in refusal(tmp_path, trainer_class=ShiftsPositions)
 
 
 def test_a_loss_that_shows_no_log_probabilities_gets_one_pass(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 WHOLE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "steps_per_generation": 3}
 PARTS = {**WHOLE, "steps_per_generation": 1}
-UNEVEN = {"max_completion_length": 60, "max_steps": 3, "scale_rewards": "none"}
+UNEVEN = {"max_completion_length": 60, "max_steps": 3, "scale_rewards": "none", "train_dataset": plain_rows(12)}
 REFERENCE: dict[str, Any] = {"beta": 0.1}
 OF_ROWS_TOO = ({"scale_rewards": "group"}, REFERENCE, {"importance_sampling_level": "sequence"})
 SAME = [*({"loss_type": loss} for loss in OF_ROWS), *({"loss_type": "grpo", **changes} for changes in OF_ROWS_TOO)]
@@ -53,9 +53,7 @@ def trained(folder: Path, model_folder: str, batches: list[list[RolloutGroup]] |
         model = build_model(build_tokenizer()).double()  # float32 would round small moves of large weights
         optimizer = (torch.optim.SGD(model.parameters(), lr=0.5), None)
         model.name_or_path = model.config._name_or_path = model_folder  # where TRL loads a reference model
-        return settings(
-            folder, {"optimizers": optimizer}, model=model, train_dataset=plain_rows(12), **{**UNEVEN, **changes}
-        )()
+        return settings(folder, {"optimizers": optimizer}, model=model, **{**UNEVEN, **changes})()
 
     run = InProcessRun(get_trainer) if batches is None else Given(get_trainer, batches)
     return run.train()

@@ -56,7 +56,7 @@ def trained_as_by_trl(
     return run
 
 
-def size_of_first(completions: list[Any], image: list[Any], **_: Any) -> list[float]:
+def widths(completions: list[Any], image: list[Any], **_: Any) -> list[float]:
     """A reward that looks at the images."""
     return [shown.width / 100 + len(said[-1]["content"]) for shown, said in zip(image, completions, strict=True)]
 
@@ -70,7 +70,7 @@ def one_image(count: int = 12) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def several_images(count: int = 12) -> Dataset:
+def several(count: int = 12) -> Dataset:
     rows = [{"prompt": ask(i), "images": [picture(10 * i + k) for k in range(1 + i % 3)]} for i in range(count)]
     return Dataset.from_list(rows)
 
@@ -86,9 +86,7 @@ def in_messages(count: int = 12) -> Dataset:
     return Dataset.from_list(rows, features=features)
 
 
-@pytest.mark.parametrize(
-    ("rows", "rewards"), [(one_image, [size_of_first]), (several_images, [letters]), (in_messages, [letters])]
-)
+@pytest.mark.parametrize(("rows", "rewards"), [(one_image, [widths]), (several, [letters]), (in_messages, [letters])])
 def test_a_prompt_with_images(rows: Any, rewards: Any, tmp_path: Path) -> None:
     run = trained_as_by_trl(settings(tmp_path, train_dataset=rows(), reward_funcs=rewards))
     mismatch = [entry["async/logprob_mismatch"] for entry in run.logs]
@@ -135,7 +133,7 @@ def test_corrections_see_the_images(tmp_path: Path) -> None:
 
 def test_a_batch_in_several_steps(tmp_path: Path) -> None:
     changes = {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 3}
-    run = trained_as_by_trl(settings(tmp_path, train_dataset=several_images(), **changes), correction="none")
+    run = trained_as_by_trl(settings(tmp_path, train_dataset=several(), **changes), correction="none")
     batch = run.trainer.batch_after_step
     assert batch is not None, "the last step was in the middle of a batch"
     save_batch(tmp_path, batch)  # as a checkpoint does

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Callable
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 pytestmark = pytest.mark.integration
 
 EXAMPLE = ROOT / "examples" / "read_deltas.py"
+rebuild = runpy.run_path(str(EXAMPLE))["rebuild"]
 
 
 def keep(model: Any, folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -101,16 +101,8 @@ def test_of_an_adapter_only_the_adapter_is_kept(tmp_path: Path) -> None:
         load_weights(SimpleNamespace(model=build_model(build_tokenizer())), f"{tmp_path / 'deltas'}@1")  # type: ignore[arg-type]
 
 
-def read_by_example() -> Callable[[Path, int], dict[str, Any]]:
-    spec = importlib.util.spec_from_file_location("read_deltas", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.rebuild
-
-
 def same_as_the_example(chain: Chain, version: int) -> bool:
-    ours, theirs = chain.rebuild(version), read_by_example()(chain.folder, version)
+    ours, theirs = chain.rebuild(version), rebuild(chain.folder, version)
     return ours.keys() == theirs.keys() and all(ours[name].tobytes() == it.tobytes() for name, it in theirs.items())
 
 
@@ -125,7 +117,7 @@ def test_the_example_reads_a_chain_without_our_package(tmp_path: Path) -> None:
     data[-20] ^= 1
     path.write_bytes(data)
     with pytest.raises(Exception):  # noqa: B017  # zstandard's, numpy's or the example's own
-        read_by_example()(tmp_path / "deltas", 1)
+        rebuild(tmp_path / "deltas", 1)
 
 
 # --- Any trainer of transformers, by the callback ----------------------------------------------------------------

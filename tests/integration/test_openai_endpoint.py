@@ -226,16 +226,14 @@ def test_requests_of_nobody(tmp_path: Path) -> None:
     assert keys[0].api_key not in repr(keys[0])
 
 
-@pytest.mark.parametrize(("length", "code"), [(20_000, "request_too_large"), (400, "context_length_exceeded")])
-def test_a_request_that_is_too_long_ends_the_dialogue(
-    length: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("size", "code"), [(20_000, "request_too_large"), (400, "context_length_exceeded")])
+def test_a_long_request_ends_a_dialogue(size: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a dialogue of TRL's tool loop ends: how it came to be so long is the model's doing, too."""
     monkeypatch.setattr("async_grpo.rollout.endpoint.server.MOST_BYTES", 10_000)
 
     def agent(prompt: list[Any], endpoint: Endpoint) -> None:
         first = said(endpoint, prompt)
-        response = posted(endpoint, [*prompt, first, {"role": "user", "content": "x" * length}])
+        response = posted(endpoint, [*prompt, first, {"role": "user", "content": "x" * size}])
         raise RuntimeError(response.json()["error"]["code"])
 
     group = one(streaming(tmp_path, agent))
@@ -243,10 +241,10 @@ def test_a_request_that_is_too_long_ends_the_dialogue(
     assert [row["agent_error"] for row in group.rows] == [None, None]
 
     def asks_at_once(prompt: list[Any], endpoint: Endpoint) -> None:
-        response = posted(endpoint, [{"role": "user", "content": "x" * max(length, 4000)}])
+        response = posted(endpoint, [{"role": "user", "content": "x" * max(size, 4000)}])
         raise RuntimeError(response.json()["error"]["code"])
 
-    with pytest.raises(UnsupportedError, match=code if length > 400 else "The prompt is longer than"):
+    with pytest.raises(UnsupportedError, match=code if size > 400 else "The prompt is longer than"):
         one(streaming(tmp_path, asks_at_once))
 
 
@@ -416,7 +414,7 @@ def test_a_client_that_hangs_up(comes_back: bool, tmp_path: Path) -> None:
 
 
 def test_a_retry_that_says_so_gets_the_same_answer(tmp_path: Path) -> None:
-    """The answer was on its way when the connection broke: the `openai` client asks again, and numbers_its_turns."""
+    """The answer was on its way when the connection broke: the `openai` client asks again, and says so."""
 
     def agent(prompt: list[Any], endpoint: Endpoint) -> None:
         first = said(endpoint, prompt)

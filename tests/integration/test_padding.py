@@ -171,13 +171,11 @@ def losses_of(trainer: Any, batches: list[dict[str, Any]]) -> float:
     return float(sum(trainer._compute_loss(trainer.model, batch) for batch in batches))
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}, {"beta": 0.1}])
+@pytest.mark.parametrize("own", [{}, {"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}, {"beta": 0.1}])
 @pytest.mark.parametrize("loss_type", [*OF_ROWS, *OF_TOKENS, *OF_BATCHES])
-def test_rows_change_places_where_the_loss_of_a_step_stays_the_same(
-    loss_type: str, changes: dict[str, Any], tmp_path: Path, model_folder: str
-) -> None:
+def test_rows_change_places_where_the_loss_stays(loss_type: str, own: Any, tmp_path: Path, model_folder: str) -> None:
     trainer: Any = build_trainer(
-        tmp_path, trainer_class=Plain, model=model_folder, loss_type=loss_type, **ACCUMULATING, **changes
+        tmp_path, trainer_class=Plain, model=model_folder, loss_type=loss_type, **ACCUMULATING, **own
     )
     trainer.model.train()
     ids, mask, keep = rows()
@@ -243,7 +241,7 @@ def overriding(name: str) -> type[GRPOTrainer]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "divides", "exchanges"),
+    ("own", "cuts", "deals"),
     [
         ({}, True, True),
         ({"trainer_class": overriding("_get_per_token_logps_and_entropies")}, False, False),
@@ -252,11 +250,9 @@ def overriding(name: str) -> type[GRPOTrainer]:
         ({"loss_type": "bnpo"}, True, False),
     ],
 )
-def test_code_that_may_look_at_the_batch_gets_trls(
-    changes: dict[str, Any], divides: bool, exchanges: bool, tmp_path: Path
-) -> None:
-    trainer = InProcessRun(settings(tmp_path, **{**ACCUMULATING, **changes})).trainer
-    assert (computes_pieces(trainer), exchanging(trainer) > 1) == (divides, exchanges)
+def test_code_that_looks_at_the_batch_gets_trls(own: dict[str, Any], cuts: bool, deals: bool, tmp_path: Path) -> None:
+    trainer = InProcessRun(settings(tmp_path, **{**ACCUMULATING, **own})).trainer
+    assert (computes_pieces(trainer), exchanging(trainer) > 1) == (cuts, deals)
 
 
 @pytest.mark.parametrize("asked", [{"compute_aux_loss": True}, {"token_type_ids": torch.zeros(8, 1)}, {"kept": True}])

@@ -107,11 +107,7 @@ class OwnLoss(GRPOTrainer):
         (1, {}, "must leave 2 or more"),
         (4, {}, "less than all"),
         (3, {"per_device_train_batch_size": 2, "steps_per_generation": 2}, r"forward pass of 2. What fits: 2\."),
-        (
-            2,
-            {"per_device_train_batch_size": 1, "steps_per_generation": 4},
-            "make per_device_train_batch_size a multiple of 4",
-        ),
+        (2, {"per_device_train_batch_size": 1, "steps_per_generation": 4}, "_batch_size a multiple of 4"),
         (2, {"trainer_class": OwnLoss}, "OwnLoss has its own, which may need whole groups"),
         (2, {"trainer_class": TurnGRPOTrainer, "arguments": {"turn_reward_funcs": []}}, "TurnGRPOTrainer has its own"),
     ],

@@ -384,9 +384,7 @@ def test_the_losses_of_trl_are_verls(loss_type: str, mode: str, tmp_path: Path) 
     """Compare one micro-batch, with the dual clip, which is TRL's `delta`."""
     given = {name: torch.tensor(rows) for name, rows in VERL["inputs"].items()}
     mask = given["mask"]
-    trainer: Any = build_trainer(
-        tmp_path, loss_type=loss_type, delta=3.0, epsilon=0.2, epsilon_high=0.28, max_completion_length=12
-    )
+    trainer: Any = build_trainer(tmp_path, loss_type=loss_type, delta=3.0, epsilon_high=0.28, max_completion_length=12)
     trainer.current_gradient_accumulation_steps = 1
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (given["logprobs"], torch.zeros(4, 12), None)
     batch = {

@@ -83,9 +83,7 @@ def test_a_server_that_dies_ends_the_run_with_its_last_words(server: MortalServe
     assert (server.process.starts, server.process.running) == (1, False)
 
 
-def test_a_server_that_dies_while_it_takes_weights_is_not_waited_for(
-    server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_during_an_update(server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would wait for it for ever."""
     never = threading.Event()
 
@@ -113,17 +111,13 @@ def test_a_request_that_a_living_server_refuses_is_no_death(server: MortalServer
         ({"vllm_server_base_url": "http://other:8000"}, r"names one that runs already"),
     ],
 )
-def test_a_setup_file_that_asks_for_another_way_is_refused(
-    server: MortalServer, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_a_file_that_asks_otherwise_is_refused(server: MortalServer, tmp_path: Path, changes: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         train(tmp_path, **changes)
     assert server.process.starts == 0
 
 
-def test_without_a_gpu_trl_has_no_way_to_send_weights(
-    server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_trl_sends_nothing(server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(self: Any, device: torch.device) -> None:
         raise NotImplementedError("it needs a CUDA device")
 

@@ -172,13 +172,11 @@ def test_the_best_checkpoint_is_found_from_another_folder(tmp_path: Path, monkey
     steps = {"save_strategy": "steps", "save_steps": 1}
     fit(NotedRun(lambda: build_trainer(tmp_path, max_steps=2, **steps)).trainer, resume_from=None)
     for step in (1, 2):
-        used = RolloutState(
-            run_id="mine", step=step, next_seq=9, rounds=step, unusable=[], consumed_below=step, consumed=[]
-        )
+        it = RolloutState(run_id="m", step=step, next_seq=9, rounds=step, unusable=[], consumed_below=step, consumed=[])
         state = json.loads((saved := tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
         named = {"best_global_step": 1, "best_model_checkpoint": "relative/checkpoint-1"}
         saved.write_text(json.dumps(state | named))
-        checkpoint_folders.save(tmp_path / f"checkpoint-{step}", used)
+        checkpoint_folders.save(tmp_path / f"checkpoint-{step}", it)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     again = StagedRun(lambda: build_trainer(tmp_path, max_steps=3, **steps))

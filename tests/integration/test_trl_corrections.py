@@ -153,12 +153,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(("trainer_class", "own"), LOSSES.items())
+@pytest.mark.parametrize(("cls", "own"), LOSSES.items())
 @pytest.mark.parametrize("correction", [rule("tis", most=1.1), rule("icepop", "geometric", 0.9, 1.2)], ids=str)
-def test_the_weights_reach_a_loss_of_the_users(
-    trainer_class: type[GRPOTrainer], own: bool, correction: Rule, tmp_path: Path
-) -> None:
-    get_trainer = settings(tmp_path, trainer_class=trainer_class, max_steps=3)
+def test_the_weights_reach_a_loss_of_the_users(cls: Any, own: bool, correction: Rule, tmp_path: Path) -> None:
+    get_trainer = settings(tmp_path, trainer_class=cls, max_steps=3)
     assert has_own_loss(get_trainer()) == own
     expected = steps_of(settings(tmp_path, max_steps=3), correction)
     assert steps_of(get_trainer, correction) == pytest.approx(expected, abs=1e-5)

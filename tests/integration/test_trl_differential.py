@@ -15,15 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.archive.groups import FinishedGroups, UsedStep
 from async_grpo.setup import pieces
-from kit.compared_with_trl import (
-    TOLERANCE,
-    SamplerIsOld,
-    comparable,
-    largest_difference,
-    run_as_scripted_trl_would,
-    run_as_trl_would,
-    same_completions,
-)
+from kit import compared_with_trl
+from kit.compared_with_trl import TOLERANCE, SamplerIsOld, comparable, largest_difference, run_as_trl_would
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
 from kit.runs import audited, finish, logged
@@ -55,7 +48,7 @@ def test_a_row_trains_as_trl_does(
     trainer_class = row.changes.get("trainer_class", GRPOTrainer)
     own_rollouts = "rollout_func" in row.changes.get("given", {})
     if row.reply:
-        run, plain = run_as_scripted_trl_would(get_trainer, row.reply, trainer_class)
+        run, plain = compared_with_trl.run_as_scripted_trl_would(get_trainer, row.reply, trainer_class)
     else:
         run = InProcessRun(get_trainer, fresh_every=3 if row.stale else 1, **row.options).train()
         told = row.stale or own_rollouts
@@ -66,7 +59,7 @@ def test_a_row_trains_as_trl_does(
         assert told or all(group.policy_version == version for batch, version in taken for group in batch)
         assert told or max(entry.get("async/logprob_mismatch", 0.0) for entry in run.logs) < TOLERANCE
     if "eval_strategy" not in row.changes:  # in plain TRL a script evaluates as well
-        same_completions(run.trainer, plain)
+        compared_with_trl.same_completions(run.trainer, plain)
     assert row.shows(run)
 
 

@@ -142,9 +142,7 @@ def test_a_patch_of_a_process_that_sends_its_function_is_refused(monkeypatch: py
     assert patched_here() == []
     assert setup_of(made_in_a_cell).payload is not None
     patch(monkeypatch, "_calculate_rewards", unchanged)
-    with pytest.raises(
-        SetupFileError, match=r"^_calculate_rewards .* patched in this process.*inside of made_in_a_cell"
-    ):
+    with pytest.raises(SetupFileError, match=r"^_calculate_rewards .* patched in this process.*of made_in_a_cell"):
         setup_of(made_in_a_cell)
 
 

@@ -111,11 +111,6 @@ def test_refusals_name_the_setting_and_the_way_out(changes: dict[str, Any], sett
     assert way_out in str(refusal.value)
 
 
-def test_a_real_trainer_is_not_refused(tmp_path: Path) -> None:
-    trainer = build_trainer(tmp_path)
-    refuse_unsupported(trainer)
-
-
 def test_a_worker_refuses_vllm_that_is_asked_for_too_late(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path)
     trainer.args.use_vllm = True

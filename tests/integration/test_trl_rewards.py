@@ -24,18 +24,11 @@ from async_grpo.errors import RunRefused
 from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.trl_view import NOT_HERE
+from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.training.job_issuer import plain_fields
 from kit.in_process import InProcessWorker, jobs_of
-from kit.tiny_trainer import (
-    QWEN3_CHAT_TEMPLATE,
-    build_model,
-    build_tokenizer,
-    build_trainer,
-    chat_rows,
-    length,
-    letters,
-    plain_rows,
-)
+from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, chat_rows, length, letters, plain_rows
+from kit.tools import CHATML
 
 pytestmark = pytest.mark.integration
 
@@ -209,9 +202,7 @@ def swallowing(look: Callable[[Any], Any]) -> Callable[[Any], None]:
         ("state.level", lambda trainer: setattr(trainer.state, "level", 1)),
     ],
 )
-def test_what_no_worker_has_ends_the_run_when_it_is_used(
-    name: str, look: Callable[[Any], Any], caught: bool, model_folder: str, tmp_path: Path
-) -> None:
+def test_what_no_worker_has_ends_the_run(name: str, look: Any, caught: bool, model_folder: str, tmp_path: Path) -> None:
     get_trainer = reading(tmp_path, swallowing(look) if caught else look, model=model_folder, beta=0.1)
     worker = InProcessWorker(worker_of(get_trainer))
     groups = worker.generate(jobs_of(plain_rows(1)))
@@ -220,8 +211,6 @@ def test_what_no_worker_has_ends_the_run_when_it_is_used(
 
 
 def worker_of(get_trainer: Callable[..., GRPOTrainer]) -> GRPOTrainer:
-    from async_grpo.setup.worker_build import built_for_a_worker
-
     with built_for_a_worker(1):
         return get_trainer()
 
@@ -263,12 +252,10 @@ def test_the_environments_of_another_group_are_not_in_a_closure(tmp_path: Path) 
         def reset(self, **_: Any) -> str:
             return ""
 
-    built = {"chat_template": QWEN3_CHAT_TEMPLATE, "train_dataset": chat_rows()}
-    get_trainer = reading(
-        tmp_path, lambda trainer: len(trainer.environments), **built, arguments={"environment_factory": Nothing}
-    )
+    built = {"chat_template": CHATML, "train_dataset": chat_rows()}
+    get = reading(tmp_path, lambda it: len(it.environments), **built, arguments={"environment_factory": Nothing})
     with pytest.raises(RunRefused, match="Use the argument environments"):
-        InProcessWorker(get_trainer()).rollouts(jobs_of(chat_rows(1)))
+        InProcessWorker(get()).rollouts(jobs_of(chat_rows(1)))
 
 
 def test_all_that_training_changes_has_a_stand_in(tmp_path: Path) -> None:

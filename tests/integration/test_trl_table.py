@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from differential_rows import ROWS
 from random_configurations import COVERING, FIELDS, draw
 from trl import GRPOConfig, GRPOTrainer
 from trl_contract import INSTALLED, page_is_as_made_by
+from trl_hooks import ELSEWHERE, HOOKS
 from trl_table import DRAWN, IRRELEVANT, REFUSED, SHOWN_ARGUMENTS, SHOWN_FIELDS, SHOWN_METHODS
 
 from async_grpo.errors import UnsupportedError
@@ -26,7 +28,8 @@ from kit.tiny_trainer import build_trainer
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
-TESTS = sorted({test for _, test, _ in SHOWN_FIELDS + SHOWN_ARGUMENTS} | set(SHOWN_METHODS.values()))
+OF_HOOKS = {*(hook.test for hook in HOOKS.values()), *(test for _, test in ELSEWHERE.values())}
+TESTS = sorted({test for _, test, _ in SHOWN_FIELDS + SHOWN_ARGUMENTS} | {*SHOWN_METHODS.values()} | OF_HOOKS)
 
 
 def once_each(names: list[str], existing: set[str], what: str) -> None:
@@ -69,7 +72,8 @@ def functions_of(path: str) -> set[str]:
 @pytest.mark.parametrize("test", TESTS)
 def test_the_test_is_there(test: str) -> None:
     path, _, name = test.partition("::")
-    assert name.partition("[")[0] in functions_of(path), f"trl_table names {test}, which does not exist"
+    name, _, row = name.removesuffix("]").partition("[")
+    assert name in functions_of(path) and (not row or row in ROWS), f"a table names {test}, which does not exist"
 
 
 def test_the_drawn_fields_are_drawn_with_each_of_their_values(model_folder: str) -> None:

@@ -24,18 +24,8 @@ pytestmark = pytest.mark.integration
 class Noting(TrainerCallback):
     def __init__(self) -> None:
         self.heard: list[str] = []
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.heard.append("begin")
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.heard.append("step")
-
-    def on_log(self, *_: Any, **__: Any) -> None:
-        self.heard.append("log")
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.heard.append("end")
+        for name in ("train_begin", "step_end", "log", "train_end"):
+            setattr(self, f"on_{name}", lambda *_, name=name, **__: self.heard.append(name))
 
 
 def test_callbacks_run_in_the_trainer_only(tmp_path: Path) -> None:
@@ -46,7 +36,7 @@ def test_callbacks_run_in_the_trainer_only(tmp_path: Path) -> None:
         return build_trainer(tmp_path, arguments={"callbacks": [made[-1]]})
 
     InProcessRun(get_trainer).train()
-    assert [it.heard for it in made] == [["begin", "step", "log", "step", "log", "log", "end"], []]
+    assert [it.heard for it in made] == [["train_begin", "step_end", "log", "step_end", "log", "log", "train_end"], []]
 
 
 class OwnProgress(ProgressCallback):

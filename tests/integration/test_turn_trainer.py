@@ -230,9 +230,7 @@ def test_which_groups_teach_nothing(tmp_path: Path) -> None:
         worker = InProcessWorker(trainer, ScriptedEngine(Script(reply)))
         (group,) = worker.rollouts(jobs_of(chat_rows(1), group_size=4))
         assert uniform_rewards(trainer)(group) == right, credit
-    with pytest.raises(
-        UnsupportedError, match="group 0 has no turn rewards: it was made with another trainer than TurnGRPOTrainer"
-    ):
+    with pytest.raises(UnsupportedError, match=r"group 0 has no turn rewards: .*another trainer than TurnGRPOTrainer"):
         require_columns(trainer, [replace(group, turn_counts=None, turn_rewards=None)])
 
 

@@ -42,18 +42,14 @@ def calls_odd(prompt: str, index: int) -> str:
 
 
 def with_tool(folder: Path, returned: Sequence[Any], **arguments: Any) -> Callable[..., Any]:
-    def odd(number: int) -> Any:
-        """Return something odd.
-
-        Args:
-            number: Which.
-        """
-        return returned[number % len(returned)]
-
-    return trainer_with(folder, {"tools": [odd]}, returned, **arguments)
+    return trainer_with(folder, {"tools": [environment(returned)().odd]}, returned, **arguments)
 
 
 def with_environment(folder: Path, returned: Sequence[Any]) -> Callable[..., Any]:
+    return trainer_with(folder, {"environment_factory": environment(returned)}, returned)
+
+
+def environment(returned: Sequence[Any]) -> type[Any]:
     class Environment:
         def reset(self, **row: Any) -> str:
             return ""
@@ -66,7 +62,7 @@ def with_environment(folder: Path, returned: Sequence[Any]) -> Callable[..., Any
             """
             return returned[number % len(returned)]
 
-    return trainer_with(folder, {"environment_factory": Environment}, returned)
+    return Environment
 
 
 def trainer_with(folder: Path, given: dict[str, Any], returned: Sequence[Any], **arguments: Any) -> Callable[..., Any]:

@@ -101,13 +101,11 @@ def test_pita_labels_pairs_and_trains(reference: str, tmp_path: Path, label: str
     assert {len(group) for group in rows.groups()} == {2 if label == "both" else 1}
     sums = [sum(row.label for row in group) for group in rows.groups()]
     assert label == "sampled" or np.allclose(sums, 1)
-    trained = pita.train(rows, out=tmp_path)
-    head = ValueHead.load(trained.folder)
-    assert (head.record.kind, head.record.beta, trained.loss < 0.75) == ("preference", 1.0, True)
+    made = pita.train(rows, out=tmp_path)
+    head = ValueHead.load(made.folder)
+    assert (head.record.kind, head.record.beta, made.loss < 0.75) == ("preference", 1.0, True)
     assert pita.guidance() == {"eta": 0.2, "mode": "log_odds", "top_k": 20, "use_cache": True}
-    assert world.expected_reward(learned(world, trained.folder, "log_odds", 0.2)) > world.expected_reward(
-        world.reference
-    )
+    assert world.expected_reward(learned(world, made.folder, "log_odds", 0.2)) > world.expected_reward(world.reference)
 
 
 def test_pita_by_pairs_of_bradley_terry(reference: str, tmp_path: Path) -> None:
@@ -150,9 +148,7 @@ def test_only_what_was_sampled_behind_the_cut_has_a_label() -> None:
         ([0.0, 1.0], {"micro_batch_size": 3, "batch_size": 3}, "must be a multiple of 2, the rows of a group.*to 4"),
     ],
 )
-def test_rewards_that_cannot_be_learned(
-    reference: str, tmp_path: Path, rewards: list[float], keys: dict[str, Any], reason: str
-) -> None:
+def test_rewards_that_cannot_be_learned(reference: str, tmp_path: Path, rewards: Any, keys: Any, reason: str) -> None:
     qsharp = QSharp(configured(QSharpSettings, {"reference": reference, **FAST, **keys}))
     found = Enumerable.ascents().answers([Cut(problem=0, count=2)], seed=0)
     with pytest.raises(UsageError, match=reason):

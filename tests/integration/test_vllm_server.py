@@ -23,6 +23,7 @@ from async_grpo.engines.policy import PolicyWeights
 from async_grpo.engines.served import client
 from async_grpo.engines.served.elsewhere import ServedPolicy, VLLMServer
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
+from async_grpo.rollout.engine_choice import connect
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
@@ -163,13 +164,10 @@ def test_a_server_that_is_not_there_is_a_sentence_that_says_how_to_start_it(tmp_
         VLLMServer(worker_trainer(tmp_path, url, vllm_server_timeout=0.1))
 
 
-def test_a_server_with_other_log_probabilities_is_refused(server: FakeVLLMServer, tmp_path: Path) -> None:
+def test_a_server_of_other_settings_is_refused(server: FakeVLLMServer, tmp_path: Path) -> None:
     server.logprobs_mode = "raw_logprobs"
     with pytest.raises(UnsupportedError, match=r"returns raw_logprobs.*--logprobs-mode processed_logprobs"):
         VLLMServer(worker_trainer(tmp_path, server.url))
-
-
-def test_a_server_without_the_way_for_weights_is_refused(server: FakeVLLMServer, tmp_path: Path) -> None:
     server.answers["/server_info"] = (404, {"detail": "Not Found"})
     with pytest.raises(UnsupportedError, match=r"(?s)/server_info.* 404.*VLLM_SERVER_DEV_MODE=1"):
         VLLMServer(worker_trainer(tmp_path, server.url))
@@ -186,9 +184,7 @@ def test_a_refused_prompt_is_the_jobs_fault_and_an_error_is_the_servers(server: 
     assert len(server.bodies("/v1/completions")) == 2, "no request is sent again"
 
 
-def test_a_server_that_dies_while_it_generates_is_noticed(
-    server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dying_server_is_noticed(server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SAY_EVERY_S", 0.0)
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
@@ -214,8 +210,6 @@ def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: 
 
 
 def test_one_worker_feeds_a_server(server: FakeVLLMServer, tmp_path: Path) -> None:
-    from async_grpo.rollout.engine_choice import connect
-
     trainer = worker_trainer(tmp_path, server.url)
     assert choose_generator(None, trainer, on_gpu=True) == NAMED_SERVER
     lock = KernelLock(RunDir(tmp_path).generator_lock)

@@ -31,6 +31,7 @@ from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
 PROMPT = [1, 2, 3]
+Fed = tuple[StartedServer, FedPolicy]
 
 
 class FedServer(MortalServer):
@@ -99,7 +100,7 @@ def remote(exporter: WeightExporter) -> Iterator[RemoteWeights]:
 
 
 @pytest.fixture
-def fed(server: FedServer, remote: RemoteWeights, tmp_path: Path) -> Iterator[tuple[StartedServer, FedPolicy]]:
+def fed(server: FedServer, remote: RemoteWeights, tmp_path: Path) -> Iterator[Fed]:
     engine = engine_of(tmp_path)
     yield engine, engine.follow(remote)
     engine.end()
@@ -117,9 +118,7 @@ def check(sampled: SampledGroup, model: Any) -> None:
         torch.testing.assert_close(torch.tensor(tokens.logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_the_server_starts_when_the_worker_has_given_its_memory_back(
-    server: FedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_given_back_before_start(server: FedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes what is free on the GPU, and torch keeps what the worker's model had until it is asked for it."""
     order: list[str] = []
     trainers: list[Any] = []
@@ -139,7 +138,7 @@ def test_the_server_starts_when_the_worker_has_given_its_memory_back(
 
 
 def test_it_samples_with_each_version_and_takes_it_once(
-    fed: tuple[StartedServer, FedPolicy], server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
+    fed: Fed, server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
 ) -> None:
     engine, policy = fed
     assert [policy.adopt(), policy.adopt()] == [1, 1]
@@ -153,7 +152,7 @@ def test_it_samples_with_each_version_and_takes_it_once(
 
 
 def test_a_server_that_dies_is_asked_again_with_the_version_of_its_groups(
-    fed: tuple[StartedServer, FedPolicy], server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
+    fed: Fed, server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
 ) -> None:
     engine, policy = fed
     server.dies_at = ["/v1/completions"] * 2
@@ -169,9 +168,7 @@ def test_a_server_that_dies_is_asked_again_with_the_version_of_its_groups(
     check(sample(engine, 4), model)
 
 
-def test_a_server_that_dies_again_and_again_ends_the_worker_with_its_last_words(
-    fed: tuple[StartedServer, FedPolicy], server: FedServer
-) -> None:
+def test_a_server_that_dies_again_and_again_ends_the_worker_with_its_last_words(fed: Fed, server: FedServer) -> None:
     engine, policy = fed
     policy.adopt()
     server.dies_at = ["/v1/completions"] * 9
@@ -179,7 +176,7 @@ def test_a_server_that_dies_again_and_again_ends_the_worker_with_its_last_words(
         sample(engine, 1)
 
 
-def test_a_refused_update_ends_the_server(fed: tuple[StartedServer, FedPolicy], server: FedServer) -> None:
+def test_a_refused_update_ends_the_server(fed: Fed, server: FedServer) -> None:
     """It has some tensors of the one version and some of the other."""
     _, policy = fed
     server.answers["/update_weights"] = (500, {"error": "KeyError: lm_head"})

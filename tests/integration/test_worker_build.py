@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForSequenceClassification
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
@@ -23,11 +24,10 @@ from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, built_to_describe
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
 from kit.fake_cuda import Knobs, install
-from kit.runs import SETUP
+from kit.runs import ROOT, SETUP
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_worker_loads_no_reference_model(tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,6 @@ def test_a_worker_loads_no_reference_model(tmp_path: Path, model_folder: str, mo
 
 def test_an_adapter_keeps_its_own_reference(tmp_path: Path) -> None:
     """It is among the weights that the server publishes, so a worker's model needs it as well."""
-    from peft import LoraConfig, get_peft_model
 
     def get_trainer() -> Any:
         model = get_peft_model(build_model(build_tokenizer()), LoraConfig(target_modules="all-linear"))
@@ -180,9 +179,7 @@ def test_the_ranks_of_an_accelerate_configuration(name: str, tmp_path: Path) -> 
     assert AccelerateConfig.read(tmp_path / "default.json").processes == 4
 
 
-def test_a_constructor_that_was_patched_is_given_what_a_worker_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_constructor_is_given_what_a_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build, seen = grpo_trainer.GRPOTrainer.__init__, []
 
     def patched(self: Any, *args: Any, own_option: int = 0, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,8 @@ def moved(hook: str, change: str, *modules: str) -> str:
 
 def page_is_as_made_by(script: Path) -> bool:
     """Whether the page of a script that makes one holds what the script makes now."""
-    spec = importlib.util.spec_from_file_location(f"{script.stem}_page", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return bool(module.PAGE.read_text() == module.page())
+    made = runpy.run_path(str(script))
+    return bool(made["PAGE"].read_text() == made["page"]())
 
 
 def twice(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ ATTRIBUTES = [name for name, hook in HOOKS.items() if hook.parameters is None]
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "trl.GRPOTrainer.__init__": (
         "replaced while a trainer is built, so that it has no engine, or is a worker's",
-        I + "test_worker_build.py::test_a_constructor_that_was_patched_is_given_what_a_worker_needs",
+        I + "test_worker_build.py::test_a_patched_constructor_is_given_what_a_worker_needs",
     ),
     "trl.GRPOConfig.__post_init__": (
         "replaced while a configuration is made, so that `--set` comes before TRL's own checks",

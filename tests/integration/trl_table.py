@@ -88,11 +88,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
         CHECKPOINTS,
         "output_dir save_strategy save_steps save_total_limit save_only_model save_on_each_node",
     ),
-    (
-        "in the server, which issues the rows that are left",
-        compared("columns that are removed"),
-        "remove_unused_columns",
-    ),
+    ("in the server, which issues the rows left", compared("columns that are removed"), "remove_unused_columns"),
     ("in the server", BEST, "load_best_model_at_end metric_for_best_model greater_is_better"),
     (
         "what is reported to gets all that the server logs",

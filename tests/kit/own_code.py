@@ -15,9 +15,7 @@ from kit.tiny_trainer import build_model, build_tokenizer
 class OwnLoss(GRPOTrainer):
     """A loss like Unsloth's: it replaces `compute_loss`, and takes advantages of either shape."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return GRPOTrainer._compute_loss(self, model, inputs)
 
 

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from async_grpo.tasks import MultiTask
 from kit.compared_with_trl import settings
-from kit.tiny_trainer import GROUP_SIZE, plain_rows
+from kit.tiny_trainer import plain_rows
 
 NAMES = ("math", "logic", "math", "code", "math", "math", "logic", "math", "code", "math", "math", "math", "math", "x")
 TASKS = ("math", "logic", "code")
@@ -31,9 +31,5 @@ def rows_of_tasks() -> Dataset:
 
 
 def multi_task_trainer(tmp_path: Path, given: dict[str, Any] | None = None, **changes: Any) -> Callable[..., Any]:
-    settled = {
-        "trainer_class": MultiTaskTrainer,
-        "train_dataset": rows_of_tasks(),
-        "per_device_train_batch_size": 3 * GROUP_SIZE,
-    }
+    settled = {"trainer_class": MultiTaskTrainer, "train_dataset": rows_of_tasks(), "per_device_train_batch_size": 6}
     return settings(tmp_path, given, **{**settled, "max_steps": 6, **changes})

@@ -23,12 +23,10 @@ class ScriptedGenerator:
         self._tokenizer = tokenizer or build_tokenizer()
         self._reply = reply
 
-    def generate(
-        self, prompt_ids: Sequence[list[int]], first_index: int = 0
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    def generate(self, prompt_ids: Sequence[list[int]], first: int = 0) -> tuple[list[list[int]], list[list[float]]]:
         texts = [
             self._reply(self._tokenizer.decode(ids), index) + self._tokenizer.eos_token
-            for index, ids in enumerate(prompt_ids, first_index)
+            for index, ids in enumerate(prompt_ids, first)
         ]
         completion_ids = [self._tokenizer(text)["input_ids"] for text in texts]
         return completion_ids, [[-3.0] * len(ids) for ids in completion_ids]

@@ -12,9 +12,7 @@ CHATML = (
 
 
 def written(*calls: tuple[str, Any]) -> str:
-    return "".join(
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
-    )
+    return "".join(f"<tool_call>\n{json.dumps({'name': name, 'arguments': of})}\n</tool_call>" for name, of in calls)
 
 
 def double(number: int) -> int:

@@ -18,12 +18,10 @@ class Script(ScriptedGenerator):
     """Does not come to the end of "eight"."""
 
     def generate(self, prompt_ids: Any) -> Any:
-        made, logprobs = super().generate(prompt_ids)
+        made, values = super().generate(prompt_ids)
         eos = self._tokenizer.eos_token_id
-        left = [len(ids) - ("eight" in self._tokenizer.decode(ids)) * (ids[-1] == eos) for ids in made]
-        return [ids[:n] for ids, n in zip(made, left, strict=True)], [
-            row[:n] for row, n in zip(logprobs, left, strict=True)
-        ]
+        at = [len(ids) - ("eight" in self._tokenizer.decode(ids)) * (ids[-1] == eos) for ids in made]
+        return [ids[:n] for ids, n in zip(made, at, strict=True)], [row[:n] for row, n in zip(values, at, strict=True)]
 
 
 def says_eight(completions: list[Any], **_: Any) -> list[float]:

@@ -248,10 +248,8 @@ class Setting:
             deterministic=deterministic,
             check_run=options.pop("check_run", lambda state: None),
         )
-        in_flight_update = options.pop("in_flight_update", False)
-        continuous: Any = ContinuousEngine(
-            engine, group_size=2, in_flight_update=in_flight_update, deterministic=deterministic
-        )
+        update = options.pop("in_flight_update", False)
+        continuous: Any = ContinuousEngine(engine, group_size=2, in_flight_update=update, deterministic=deterministic)
         self.worker = Worker(context, options.pop("batch_engine", continuous))
 
     def end(self) -> None:

@@ -68,10 +68,8 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
 
     def load(self) -> list[SumTask]:
         return [
-            SumTask(
-                SumData(prompt=f"What is {number}+{number}?", system_prompt="Add.", answer=2 * number), self.config.task
-            )
-            for number in range(self.config.count)
+            SumTask(SumData(prompt=f"What is {n}+{n}?", system_prompt="Add.", answer=2 * n), self.config.task)
+            for n in range(self.config.count)
         ]
 
 

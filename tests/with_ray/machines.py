@@ -25,11 +25,7 @@ STORE_BYTES = 100_000_000
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_START_S = 300.0
 STARTS = 4
-PATIENCE = {
-    "RAY_health_check_failure_threshold": "40",
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_worker_niceness": "0",
-}
+SLOW = {"RAY_health_check_failure_threshold": "40", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 """Settings of Ray for a busy machine: a raylet may be silent for longer, and actors have no niceness of 15."""
 OF_RAY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/", "ray.util")  # in its commands
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--time")
@@ -103,7 +99,7 @@ class Machine:
         arguments = [*where, f"--node-ip-address={self.address}", f"--node-name={self.name}", "--disable-usage-stats"]
         arguments += [f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}"]
         for _ in range(STARTS):  # a raylet ends itself where its agents take more than 15 s to start
-            ran = self.run(*RAY, "start", *arguments, **PATIENCE)
+            ran = self.run(*RAY, "start", *arguments, **SLOW)
             if ran.returncode == 0:
                 return
             self.run(*RAY, "stop", "--force")

@@ -26,10 +26,7 @@ from kit import runs, waiting
 from kit.runs import SETUP, Command, command
 from kit.waiting import until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(reason := why_not()), reason=f"no machines of their own: {reason}"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason := why_not()), reason=f"no machines: {reason}")]
 
 KILLS = int(os.environ.get("NODE_KILLS", "50"))
 LINKS = int(os.environ.get("NODE_LINKS", "10"))
@@ -115,11 +112,9 @@ class Training:
 
 @contextmanager
 def training(cluster: Machines, *options: str, setup: Path = SETUP, **env: str) -> Iterator[Training]:
-    head = cluster[0]
+    one = cluster[0]
     arguments = ("train", str(setup), "--ray", "auto", "--workers-per-node", "1", *options)
-    with command(
-        *arguments, cwd=head.folder, within=head.enter(), **{"TEST_REWARD_S": "0.05", **head.env, **env}
-    ) as run:
+    with command(*arguments, cwd=one.folder, within=one.enter(), **{"TEST_REWARD_S": "0.05", **one.env, **env}) as run:
         yield Training(cluster, run)
 
 
@@ -134,9 +129,7 @@ def judged(cluster: Machines, folder: Path, *, attempts: set[int] | None = None)
     assert report.attempts().keys() <= (attempts or {1}), report.attempts()
     for machine in cluster:
         until(lambda machine=machine: not machine.ours(), f"the end of {machine.name}'s processes")
-        until(
-            lambda machine=machine: not list(machine.folder.glob("async-grpo-*")), f"the end of {machine.name}'s files"
-        )
+        until(lambda machine=machine: not list(machine.folder.glob("async-grpo-*")), f"no files of {machine.name}")
     return report
 
 

@@ -77,14 +77,8 @@ def of_trl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> SamplingParams:
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_completion_length=args.max_completion_length,
+        **{name: getattr(args, name) for name in (*SAME[:5], "max_completion_length", "generation_kwargs")},
         logprobs=0,
-        generation_kwargs=args.generation_kwargs,
     )
     generation.llm = Noting()
     generation.generate([[1]], None, 1)

@@ -10,36 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from engines_of_vllm import (
-    CLOSE,
-    PROMPTS,
-    change,
-    collect,
-    find_source,
-    finish,
-    logprobs_of,
-    published,
-    rollout_trainer,
-    started,
-)
+from engines_of_vllm import CLOSE, PROMPTS, change, collect, finish, logprobs_of, published, rollout_trainer, started
 from trl import GRPOTrainer
 
 from async_grpo.engines import vllm_hooks
 from async_grpo.engines.vllm import VLLMEngine
 
+Running = tuple[GRPOTrainer, VLLMEngine]
+
 
 @pytest.fixture(scope="module")
-def greedy() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+def greedy() -> Iterator[Running]:
     yield from started(rollout_trainer(generation_kwargs={"do_sample": False}))
 
 
 @pytest.fixture(scope="module")
-def sampling() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+def sampling() -> Iterator[Running]:
     yield from started(rollout_trainer(temperature=0.7), in_flight_update=True)
 
 
 @pytest.fixture(scope="module")
-def adapter() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+def adapter() -> Iterator[Running]:
     os.environ["TEST_LORA"] = "1"
     trainer = rollout_trainer(temperature=1.0)
     del os.environ["TEST_LORA"]
@@ -70,7 +61,7 @@ def check_greedy(trainer: GRPOTrainer, engine: VLLMEngine, version: int) -> None
         assert outputs[name][0] == expected[0, len(prompt) :].tolist()
 
 
-def test_greedy_tokens_are_those_of_transformers_through_three_updates(greedy: tuple[GRPOTrainer, VLLMEngine]) -> None:
+def test_greedy_tokens_are_those_of_transformers_through_three_updates(greedy: Running) -> None:
     trainer, engine = greedy
     seen = set()
     for version in range(4):
@@ -82,9 +73,7 @@ def test_greedy_tokens_are_those_of_transformers_through_three_updates(greedy: t
     assert engine._copies is not None, "vLLM does more than to copy: updates are slower than they were"
 
 
-def test_weights_that_vllm_processes_after_loading_are_reloaded(
-    greedy: tuple[GRPOTrainer, VLLMEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_vllm_processes_on_loading_are_reloaded(greedy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engine = greedy
     assert engine._in_place, "a plain model is written in place"
     monkeypatch.setattr(engine, "_in_place", False)
@@ -93,7 +82,7 @@ def test_weights_that_vllm_processes_after_loading_are_reloaded(
     check_greedy(trainer, engine, version=9)
 
 
-def test_a_completion_ends_with_its_end_token(sampling: tuple[GRPOTrainer, VLLMEngine]) -> None:
+def test_a_completion_ends_with_its_end_token(sampling: Running) -> None:
     trainer, engine = sampling
     engine.load(published(trainer), version=0)
     outputs = run(engine, {f"end-{index}": PROMPTS[0] for index in range(64)}, version=0)
@@ -104,13 +93,13 @@ def test_a_completion_ends_with_its_end_token(sampling: tuple[GRPOTrainer, VLLME
     assert any(ends)
 
 
-def test_a_prompt_that_is_too_long_is_refused(greedy: tuple[GRPOTrainer, VLLMEngine]) -> None:
+def test_a_prompt_that_is_too_long_is_refused(greedy: Running) -> None:
     with pytest.raises(ValueError, match=r"(?i)long|length|maximum"):
         greedy[1].submit("long", [1] * 600, seed=None, version=0)
     assert not greedy[1].busy
 
 
-def test_the_second_turn_of_a_dialogue_finds_the_first_in_the_cache(greedy: tuple[GRPOTrainer, VLLMEngine]) -> None:
+def test_the_second_turn_of_a_dialogue_finds_the_first_in_the_cache(greedy: Running) -> None:
     _, engine = greedy
     first = [3 + index % 30 for index in range(70)]
     run(engine, {"first turn": first}, version=0)
@@ -121,7 +110,7 @@ def test_the_second_turn_of_a_dialogue_finds_the_first_in_the_cache(greedy: tupl
     assert ended[-1].num_cached_tokens == 64
 
 
-def test_log_probabilities_are_the_trainers_at_each_version_in_flight(sampling: tuple[GRPOTrainer, VLLMEngine]) -> None:
+def test_log_probabilities_are_the_trainers_at_each_version_in_flight(sampling: Running) -> None:
     """Weights change twice while the completions are sampled; each token is the version's that sampled it."""
     trainer, engine = sampling
     engine.load(published(trainer), version=0)
@@ -150,7 +139,7 @@ def test_log_probabilities_are_the_trainers_at_each_version_in_flight(sampling: 
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected[name]), atol=CLOSE, rtol=0)
 
 
-def test_adapters_of_two_versions_are_used_side_by_side(adapter: tuple[GRPOTrainer, VLLMEngine]) -> None:
+def test_adapters_of_two_versions_are_used_side_by_side(adapter: Running) -> None:
     trainer, engine = adapter
     assert engine.versions_at_once == 2
     weights: dict[int, dict[str, torch.Tensor]] = {}
@@ -172,9 +161,7 @@ def test_adapters_of_two_versions_are_used_side_by_side(adapter: tuple[GRPOTrain
     assert len(engine._engine.list_loras()) == 2, "adapters that nothing uses are unloaded"
 
 
-def test_every_private_name_is_where_it_was(
-    greedy: tuple[GRPOTrainer, VLLMEngine], adapter: tuple[GRPOTrainer, VLLMEngine]
-) -> None:
+def test_every_private_name_is_where_it_was(greedy: Running, adapter: Running) -> None:
     from importlib import import_module
 
     live = {
@@ -195,6 +182,8 @@ def test_every_private_name_is_where_it_was(
 
 def test_vllm_has_not_moved_what_we_use_of_its_second_model_runner() -> None:
     """The one that CUDA gets. It may not be imported on a CPU, so its source is read."""
+    from engines_of_vllm import find_source
+
     package = find_spec("vllm.v1.worker.gpu")
     assert package is not None and package.origin is not None
     folder = Path(package.origin).parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from kit.tiny_trainer import build_tokenizer, config, length
 from kit.tiny_vlm import Gallery, build_vlm_trainer, picture
 
 SETUP = str(Path(__file__).parent / "setups" / "tiny_idefics.py")
-CLOSE = 1e-4
+CLOSE, PROMPT = 1e-4, [{"role": "user", "content": "what?"}]
 IDEFICS, QWEN = "idefics3", "qwen2.5-vl"
 LANGUAGE_MODEL = {IDEFICS: r".*text_model.*(q_proj|v_proj|down_proj)", QWEN: r".*language_model.*(q_proj|v_proj)"}
 
@@ -44,8 +45,7 @@ def pictures() -> list[list[Image.Image]]:
 
 
 def rows() -> list[dict[str, Any]]:
-    prompt = [{"role": "user", "content": "what?"}]
-    return [{"prompt": prompt, "images": images} for images in pictures()]
+    return [{"prompt": PROMPT, "images": images} for images in pictures()]
 
 
 def build_trainer(family: str, output_dir: Path, **changes: Any) -> GRPOTrainer:
@@ -174,13 +174,8 @@ def test_the_completions_of_a_group_may_have_images_of_their_own(plain: Started)
     load(trl, engine, 5)
     first, second = prepared(trl)[:2]
     assert first.images and second.images
-    mixed = PreparedGroup(
-        job=first.job,
-        version=0,
-        prompt_ids=[first.prompt_ids[0], second.prompt_ids[0]],
-        images=[first.images[0], second.images[0]],
-        fields=(first.fields[0], second.fields[0]),
-    )
+    ids, images = [first.prompt_ids[0], second.prompt_ids[0]], [first.images[0], second.images[0]]
+    mixed = replace(first, prompt_ids=ids, images=images, fields=(first.fields[0], second.fields[0]))
     check(trl, sample(engine, [mixed]))
 
 
@@ -188,7 +183,7 @@ def test_a_prompt_whose_tokens_do_not_fit_its_images_fails_its_group_alone(plain
     trl, engine = plain
     load(trl, engine, 6)
     good, more = prepared(trl)[:2]
-    broken = PreparedGroup(job=more.job, version=0, prompt_ids=good.prompt_ids, images=more.images, fields=more.fields)
+    broken = replace(more, prompt_ids=good.prompt_ids)
     continuous = ContinuousEngine(engine, group_size=2)
     (failed,) = continuous.sample([broken])
     assert isinstance(failed.error, ValueError)
@@ -201,11 +196,7 @@ def test_adapters_of_the_language_model(adapter: Started) -> None:
     for version in range(2):
         change(trl, seed=40 + version)
         load(trl, engine, version)
-        groups = [
-            PreparedGroup(job=one.job, version=version, prompt_ids=one.prompt_ids, images=one.images, fields=one.fields)
-            for one in prepared(trl)
-        ]
-        check(trl, sample(engine, groups))
+        check(trl, sample(engine, [replace(one, version=version) for one in prepared(trl)]))
 
 
 @pytest.mark.parametrize(("family", "modules"), [(IDEFICS, ["q_proj"]), (QWEN, ["q_proj", "qkv"])])
@@ -227,21 +218,16 @@ def mismatch_at_the_trainer(get_trainer: Callable[[], GRPOTrainer]) -> float:
 
 
 def test_images_of_a_column_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
-    prompt = [{"role": "user", "content": "what?"}]
-    data = Dataset.from_list([{"prompt": prompt, "image": picture(index)} for index in range(12)])
+    data = Dataset.from_list([{"prompt": PROMPT, "image": picture(index)} for index in range(12)])
     given = {"train_dataset": data, "learning_rate": 0.0}
     assert mismatch_at_the_trainer(lambda: build_trainer(IDEFICS, tmp_path, **given)) < CLOSE
 
 
 def test_images_of_environments_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": "what?"}], "target": index} for index in range(12)]
-    settings: dict[str, Any] = {
-        "train_dataset": Dataset.from_list(rows),
-        "chat_template": qwen3_vl_chat_template,
-        "arguments": {"environment_factory": Gallery},
-        "learning_rate": 0.0,
-    }
-    assert mismatch_at_the_trainer(lambda: build_trainer(QWEN, tmp_path, **settings)) < CLOSE
+    rows = [{"prompt": PROMPT, "target": index} for index in range(12)]
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list(rows), "chat_template": qwen3_vl_chat_template}
+    given |= {"arguments": {"environment_factory": Gallery}, "learning_rate": 0.0}
+    assert mismatch_at_the_trainer(lambda: build_trainer(QWEN, tmp_path, **given)) < CLOSE
 
 
 def test_two_workers_train_from_images(tmp_path: Path) -> None:

@@ -46,13 +46,8 @@ def started(model: Any, folder: Path, *, packed: bool = True) -> Iterator[Any]:
 
         if not packed:
             patch.setattr(_custom_ops, "_supports_onednn", False)
-        engine = LLM(
-            model=str(folder),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=128,
-            weight_transfer_config={"backend": BACKEND},
-        )
+        options = {"enforce_eager": True, "max_model_len": 128, "weight_transfer_config": {"backend": BACKEND}}
+        engine = LLM(model=str(folder), dtype="float32", **options)
         yield engine
         engine.llm_engine.engine_core.shutdown()
 
