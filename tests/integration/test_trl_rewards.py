@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification, TrainerCallback
 from trl import GRPOTrainer
+from trl.chat_template_utils import qwen3_chat_template
 
 from async_grpo.errors import RunRefused
 from async_grpo.queue.codec import decode_job, encode_job
@@ -28,7 +29,6 @@ from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.training.job_issuer import plain_fields
 from kit.in_process import InProcessWorker, jobs_of
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, chat_rows, length, letters, plain_rows
-from kit.tools import CHATML
 
 pytestmark = pytest.mark.integration
 
@@ -252,7 +252,7 @@ def test_the_environments_of_another_group_are_not_in_a_closure(tmp_path: Path) 
         def reset(self, **_: Any) -> str:
             return ""
 
-    built = {"chat_template": CHATML, "train_dataset": chat_rows()}
+    built = {"chat_template": qwen3_chat_template, "train_dataset": chat_rows()}
     get = reading(tmp_path, lambda it: len(it.environments), **built, arguments={"environment_factory": Nothing})
     with pytest.raises(RunRefused, match="Use the argument environments"):
         InProcessWorker(get()).rollouts(jobs_of(chat_rows(1)))
