@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(f"async_grpo.rollout.worker.{pause}", 0.0)
 
 
+def publish(setting: Setting, versions: dict[int, int]) -> None:
+    """Let each version be published before that step of the engine."""
+
+    def before_step(step: int) -> None:
+        setting.weights.version = versions.get(step, setting.weights.version)
+
+    setting.engine.before_step = before_step
+
+
 def test_groups_are_in_flight_together_and_each_comes_back(tmp_path: Path) -> None:
     jobs = [job(0, tokens=ENDLESS), *(job(seq, tokens=LONG if seq < 4 else TOKENS) for seq in range(1, 7))]
     setting = Setting(tmp_path, jobs, FakeEngine())
@@ -40,34 +49,24 @@ def test_groups_are_in_flight_together_and_each_comes_back(tmp_path: Path) -> No
     assert sorted(groups) == list(range(7))
     assert setting.engine.most == 8, "four groups of two fit into the engine's batch"
     assert setting.queue.completed[-1].job.seq == 0, "the long one held nobody up"
-    assert groups[6].completion_lengths.tolist() == [TOKENS, TOKENS]
-    assert groups[6].token_versions is None
+    assert (groups[6].completion_lengths.tolist(), groups[6].token_versions) == ([TOKENS, TOKENS], None)
     assert groups[0].timings.generate_s > 0
 
 
 def test_the_log_of_decisions_says_what_was_claimed_adopted_and_handed_in(tmp_path: Path, decisions: list[str]) -> None:
     """For `--log-level DEBUG`: what a person asks about at night."""
     Setting(tmp_path, [job(0)], FakeEngine()).run()
-    found = [line for line in decisions if line.startswith(("claimed", "version", "group"))]
-    assert found == [
-        "claimed jobs 0 (try 1)",
-        "version 0 is adopted, after None",
-        "group 0 of version 0 is handed in",
-    ]
+    said = ["claimed jobs 0 (try 1)", "version 0 is adopted, after None", "group 0 of version 0 is handed in"]
+    assert [line for line in decisions if line.startswith(("claimed", "version", "group"))] == said
 
 
 def test_off_drains_before_new_weights_and_takes_no_job_meanwhile(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0, tokens=30), job(1), *(job(seq) for seq in range(2, 8))], FakeEngine())
 
-    def publish(step: int) -> None:
-        if step == 3:
-            setting.weights.version = 1
-
-    setting.engine.before_step = publish
+    publish(setting, {3: 1})
     groups = setting.run()
     assert [version for version, _ in setting.engine.loads] == [0, 1]
-    assert {groups[seq].policy_version for seq in range(4)} == {0}
-    assert {groups[seq].policy_version for seq in range(4, 8)} == {1}
+    assert [groups[seq].policy_version for seq in range(8)] == [0] * 4 + [1] * 4
     for group in groups.values():
         assert set(group.completion_ids.tolist()) == {group.policy_version}
 
@@ -75,15 +74,66 @@ def test_off_drains_before_new_weights_and_takes_no_job_meanwhile(tmp_path: Path
 def test_on_goes_on_with_new_weights_and_every_token_knows_its_version(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0, tokens=20)], FakeEngine(delta=True), in_flight_update=True)
 
-    def publish(step: int) -> None:
-        setting.weights.version = min(step // 5, 3)
-
-    setting.engine.before_step = publish
+    publish(setting, {5: 1, 10: 2, 15: 3})
     group = setting.run()[0]
     assert group.policy_version == 0, "the oldest"
     assert group.token_versions is not None
     assert group.token_versions.tolist() == group.completion_ids.tolist(), "the engine writes its version"
     assert set(group.token_versions.tolist()) == {0, 1, 2, 3}
+
+
+def refused_by_the_engine(setting: Setting) -> None:
+    setting.queue.waiting[1] = job(1, tokens=-1)
+
+
+def not_finished_by_trl(setting: Setting) -> None:
+    if not setting.trl.samples_whole:
+        pytest.skip("finished by TRL in the middle of its function")
+
+    def fail(sampled: SampledGroup) -> None:
+        if sampled.prepared.job.seq == 1:
+            raise RuntimeError("no such text")
+
+    setting.trl.before_finish = fail
+
+
+def scored(otherwise: Callable[[GeneratedGroup], object]) -> Callable[[Setting], None]:
+    """Score group 1 otherwise, and let the queue write the bytes of what comes back, as the real one does."""
+
+    def change(setting: Setting) -> None:
+        complete, score = setting.queue.complete, setting.trl.score
+        setting.queue.complete = lambda claim, group: [encode_group(group), complete(claim, group)]
+        setting.trl.score = lambda groups: [
+            (group.job.seq == 1 and otherwise(group)) or score([group])[0] for group in groups
+        ]
+
+    return change
+
+
+def with_gradient(group: GeneratedGroup) -> Scores:
+    return Scores(names=("reward",), rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
+
+
+def last_logprob(unknown: Any) -> Callable[[GeneratedGroup], None]:
+    """As an engine may have it."""
+    return lambda group: group.tokens[1].logprobs.__setitem__(-1, unknown)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (refused_by_the_engine, "the prompt is too long"),
+        (not_finished_by_trl, "no such text"),
+        (scored(with_gradient), "Group 1 cannot be written"),
+        *((scored(last_logprob(unknown)), "Group 1 cannot be written") for unknown in (None, math.nan, -math.inf)),
+    ],
+)
+def test_a_group_that_fails_costs_no_other(change: Callable[[Setting], None], said: str, tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [job(0), job(1), job(2)], FakeEngine())
+    change(setting)
+    assert sorted(setting.run()) == [0, 2]
+    ((seq, error),) = setting.queue.failed
+    assert seq == 1 and said in error
 
 
 def test_a_completion_that_does_not_continue_its_prompts_costs_its_own_group(tmp_path: Path) -> None:
@@ -96,30 +146,15 @@ def test_a_completion_that_does_not_continue_its_prompts_costs_its_own_group(tmp
     assert [seq for seq, _ in setting.queue.failed] == [1]
 
 
-def test_a_completion_that_trl_cannot_finish_costs_its_own_group(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [job(0), job(1), job(2)], FakeEngine())
-    if not setting.trl.samples_whole:
-        pytest.skip("finished by TRL in the middle of its function")
-
-    def fail(sampled: SampledGroup) -> None:
-        if sampled.prepared.job.seq == 1:
-            raise RuntimeError("no such text")
-
-    setting.trl.before_finish = fail
-    assert sorted(setting.run()) == [0, 2]
-    ((seq, error),) = setting.queue.failed
-    assert seq == 1 and "no such text" in error
-
-
 def test_adapters_need_no_pause(tmp_path: Path) -> None:
     jobs = [job(0, tokens=ENDLESS), job(1), job(2), job(3), *(job(seq, min_version=1) for seq in range(4, 8))]
     setting = Setting(tmp_path, jobs, FakeEngine(versions_at_once=2))
 
-    def publish(step: int) -> None:
-        setting.weights.version = 1 if step >= 3 else 0
+    def before_step(step: int) -> None:
+        setting.weights.version = int(step >= 3)
         setting.end_long_ones(when_done=7)
 
-    setting.engine.before_step = publish
+    setting.engine.before_step = before_step
     groups = setting.run()
     assert setting.engine.loads == [(0, ()), (1, (0,))], "loaded while version 0 was in use"
     assert groups[7].policy_version == 1
@@ -129,30 +164,16 @@ def test_adapters_need_no_pause(tmp_path: Path) -> None:
 def test_a_job_waits_for_the_version_that_it_needs(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0), job(1, min_version=2)], FakeEngine())
 
-    def publish(step: int) -> None:
-        setting.weights.version = 2 if step >= 2 else 0
-
-    setting.engine.before_step = publish
+    publish(setting, {2: 2})
     groups = setting.run()
     assert (groups[0].policy_version, groups[1].policy_version) == (0, 2)
-
-
-def test_a_prompt_that_the_engine_refuses_costs_its_own_group(tmp_path: Path) -> None:
-    bad = job(1, tokens=-1)
-    setting = Setting(tmp_path, [job(0), bad, job(2)], FakeEngine())
-    groups = setting.run()
-    assert sorted(groups) == [0, 2]
-    ((seq, error),) = setting.queue.failed
-    assert seq == 1
-    assert "the prompt is too long" in error
 
 
 def test_deterministic_means_alone_and_seeded_by_the_job(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0), job(1), job(0)], FakeEngine(), deterministic=True)
     setting.run()
     seeds = setting.engine.seeds
-    assert setting.engine.most == 2
-    assert len(set(seeds[:4])) == 4
+    assert (setting.engine.most, len({*seeds[:4]})) == (2, 4)
     assert seeds[:2] == seeds[4:], "the same job, the same seeds"
 
 
@@ -183,8 +204,7 @@ class StopAfter:
 def test_a_stop_breaks_off_what_is_in_flight(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0, tokens=ENDLESS)], FakeEngine(), should_stop=StopAfter(50))
     assert setting.run() == {}
-    assert not setting.engine.open
-    assert setting.queue.failed == []
+    assert not setting.engine.open and not setting.queue.failed
 
 
 def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,47 +332,6 @@ def with_gradient(group: GeneratedGroup) -> Scores:
     return Scores(names=("reward",), rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
 
 
-def encoding(setting: Setting) -> None:
-    """Let the queue write the bytes of what comes back, as the real one does."""
-    complete = setting.queue.complete
-
-    def encoded(claim: Claim, group: RolloutGroup) -> None:
-        encode_group(group)
-        complete(claim, group)
-
-    setting.queue.complete = encoded  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("unknown", [None, math.nan, -math.inf])
-def test_log_probabilities_that_are_no_numbers_cost_their_own_group(tmp_path: Path, unknown: Any) -> None:
-    setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
-    encoding(setting)
-    whole = setting.trl.score
-
-    def score(groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        for group in groups:
-            if group.job.seq == 0:
-                group.tokens[1].logprobs[-1] = unknown  # as an engine may have it
-        return whole(groups)
-
-    setting.trl.score = score  # type: ignore[method-assign]
-    assert sorted(setting.run()) == [1]
-    ((seq, error),) = setting.queue.failed
-    assert seq == 0 and "Group 0 cannot be written" in error
-
-
-def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
-    encoding(setting)
-    whole = setting.trl.score
-    setting.trl.score = lambda groups: [  # type: ignore[method-assign]
-        with_gradient(group) if group.job.seq == 0 else whole([group])[0] for group in groups
-    ]
-    assert sorted(setting.run()) == [1]
-    ((seq, error),) = setting.queue.failed
-    assert seq == 0 and "Group 0 cannot be written" in error
-
-
 def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
     unknown = replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})
     guided = replace(job(4), sampling={"eta": 0.2})
@@ -383,16 +362,12 @@ def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path
         tmp_path, [job(0, tokens=30)], FakeEngine(delta=True), in_flight_update=True, should_stop=StopAfter(200)
     )
     setting.weights.dies_with = 1
-
-    def publish(step: int) -> None:
-        if step == 3:
-            setting.weights.version = 1
+    publish(setting, {3: 1})
 
     def hand_back(claim: Claim) -> None:
         setting.queue.handed_back.append(claim.job.seq)
         setting.queue.waiting.append(job(0))
 
-    setting.engine.before_step = publish
     setting.queue.hand_back = hand_back  # type: ignore[method-assign]
     groups = setting.run()
     assert setting.engine.forgotten

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,9 +33,9 @@ class FakeBatchEngine(BatchEngine):
 
     capabilities = HF
 
-    def __init__(self, lengths: dict[int, int], breaks: int | None = None) -> None:
+    def __init__(self, lengths: dict[int, int]) -> None:
         super().__init__(most_groups=4)
-        self.lengths, self.breaks = lengths, breaks
+        self.lengths = lengths
         self.batches: list[list[int]] = []
         self.policy = FakePolicy()
         self.after_step: Callable[[], None] = lambda: None
@@ -47,8 +48,6 @@ class FakeBatchEngine(BatchEngine):
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
         self.batches.append([group.job.seq for group in groups])
         self.before(self.batches[-1])
-        if any(group.job.seq == self.breaks for group in groups):
-            raise RuntimeError("a token that there is not")
         for step in range(1, 1 + max(self.lengths[group.job.seq] for group in groups)):
             assert self.policy._weights.held, "the weights are read"
             self.after_step()
@@ -75,21 +74,29 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "RUN_LOOK_S", worker_module.LOOK_S)
 
 
-def batch_setting(tmp_path: Path, jobs: list[Job], engine: FakeBatchEngine, **options: Any) -> Setting:
-    return Setting(tmp_path, jobs, FakeEngine(), batch_engine=engine, **options)
+def batches_of(
+    tmp_path: Path, lengths: dict[int, int], jobs: list[Job] | None = None, **options: Any
+) -> tuple[FakeBatchEngine, Setting]:
+    """A worker with a job for each group, unless there are others, and its engine."""
+    engine = FakeBatchEngine(lengths)
+    engine.before = options.pop("before", engine.before)
+    jobs = [job(seq) for seq in lengths] if jobs is None else jobs
+    return engine, Setting(tmp_path, jobs, FakeEngine(), batch_engine=engine, **options)
+
+
+def ones(count: int) -> dict[int, int]:
+    return dict.fromkeys(range(count), 1)
 
 
 def test_a_batch_is_claimed_sampled_and_released_as_one(tmp_path: Path) -> None:
-    engine = FakeBatchEngine({seq: 1 + seq for seq in range(6)})
-    setting = batch_setting(tmp_path, [job(seq) for seq in range(6)], engine)
+    engine, setting = batches_of(tmp_path, {seq: 1 + seq for seq in range(6)})
     assert sorted(setting.run()) == list(range(6))
     assert engine.batches == [[0, 1, 2, 3], [4, 5]]
     assert not setting.weights.held
 
 
 def test_a_group_is_published_while_others_of_its_batch_are_sampled(tmp_path: Path) -> None:
-    engine = FakeBatchEngine({0: 1, 1: 10**9})
-    setting = batch_setting(tmp_path, [job(0), job(1)], engine)
+    engine, setting = batches_of(tmp_path, {0: 1, 1: 10**9})
 
     def end() -> None:
         if setting.queue.completed:
@@ -102,8 +109,7 @@ def test_a_group_is_published_while_others_of_its_batch_are_sampled(tmp_path: Pa
 
 
 def test_a_batch_waits_for_the_newest_version_that_one_of_its_jobs_needs(tmp_path: Path) -> None:
-    engine = FakeBatchEngine({0: 1, 1: 1})
-    setting = batch_setting(tmp_path, [job(0), job(1, min_version=3)], engine)
+    engine, setting = batches_of(tmp_path, ones(2), [job(0), job(1, min_version=3)])
 
     def publish() -> bool:
         assert not setting.weights.held, "released between two looks"
@@ -117,12 +123,11 @@ def test_a_batch_waits_for_the_newest_version_that_one_of_its_jobs_needs(tmp_pat
 
 
 def test_an_error_in_a_batch_costs_the_group_that_it_belongs_to(tmp_path: Path) -> None:
-    engine = FakeBatchEngine({0: 1, 1: 1, 2: 1}, breaks=1)
-    setting = batch_setting(tmp_path, [job(0), job(1), job(2)], engine)
+    engine, setting = batches_of(tmp_path, ones(3), before=failing(lambda batch: 1 in batch, "no such token"))
     assert sorted(setting.run()) == [0, 2]
     assert engine.batches == [[0, 1, 2], [0], [1], [2]]
     ((seq, error),) = setting.queue.failed
-    assert seq == 1 and "a token that there is not" in error
+    assert seq == 1 and "no such token" in error
 
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 79.18 GiB."
@@ -140,9 +145,7 @@ def failing(when: Callable[[list[int]], bool], what: str) -> Callable[[list[int]
 def test_a_batch_that_memory_has_no_room_for_is_divided_and_none_is_as_large_again(
     tmp_path: Path, warnings: list[str]
 ) -> None:
-    engine = FakeBatchEngine(dict.fromkeys(range(7), 1))
-    engine.before = failing(lambda batch: len(batch) > 2, OUT_OF_MEMORY)
-    setting = batch_setting(tmp_path, [job(seq) for seq in range(7)], engine)
+    engine, setting = batches_of(tmp_path, ones(7), before=failing(lambda batch: len(batch) > 2, OUT_OF_MEMORY))
     assert sorted(setting.run()) == [*range(7)]
     assert engine.batches == [[0, 1, 2, 3], [0, 1], [2, 3], [4, 5], [6]]
     assert setting.queue.failed == []
@@ -152,9 +155,7 @@ def test_a_batch_that_memory_has_no_room_for_is_divided_and_none_is_as_large_aga
 
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, BROKEN])
 def test_a_device_that_fails_for_every_group_ends_the_worker_and_no_job_fails(tmp_path: Path, error: str) -> None:
-    engine = FakeBatchEngine(dict.fromkeys(range(4), 1))
-    engine.before = failing(lambda batch: True, error)
-    setting = batch_setting(tmp_path, [job(seq) for seq in range(4)], engine)
+    engine, setting = batches_of(tmp_path, ones(4), before=failing(lambda batch: True, error))
     with pytest.raises(GeneratorError, match=r"2 groups in a row .* no group is to blame: .*nvidia-smi names it"):
         setting.run()
     assert [batch for batch in engine.batches if len(batch) == 1] == [[0], [1]]
@@ -163,9 +164,7 @@ def test_a_device_that_fails_for_every_group_ends_the_worker_and_no_job_fails(tm
 
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY, BROKEN])
 def test_a_group_that_memory_has_no_room_for_alone_fails_after_the_others(tmp_path: Path, error: str) -> None:
-    engine = FakeBatchEngine(dict.fromkeys(range(4), 1))
-    engine.before = failing(lambda batch: 1 in batch, error)
-    setting = batch_setting(tmp_path, [job(seq) for seq in range(4)], engine)
+    engine, setting = batches_of(tmp_path, ones(4), before=failing(lambda batch: 1 in batch, error))
     assert sorted(setting.run()) == [0, 2, 3]
     assert engine.batches[-1] == [1]
     ((seq, said),) = setting.queue.failed
@@ -173,29 +172,22 @@ def test_a_group_that_memory_has_no_room_for_alone_fails_after_the_others(tmp_pa
 
 
 def test_groups_that_are_claimed_one_by_one_cost_a_broken_device_one_attempt(tmp_path: Path) -> None:
-    engine = FakeBatchEngine(dict.fromkeys(range(4), 1))
-    engine.before = failing(lambda batch: True, BROKEN)
-    setting = batch_setting(tmp_path, [job(seq) for seq in range(4)], engine, deterministic=True)
+    _, setting = batches_of(tmp_path, ones(4), before=failing(lambda batch: True, BROKEN), deterministic=True)
     with pytest.raises(GeneratorError, match="no group is to blame"):
         setting.run()
     assert len(setting.queue.failed) == 1
 
 
 def test_an_engine_that_is_broken_ends_the_worker_and_no_job_fails(tmp_path: Path) -> None:
-    def broken() -> None:
-        raise GeneratorError("the server is gone")
-
-    engine = FakeBatchEngine({0: 3})
-    engine.after_step = broken
-    setting = batch_setting(tmp_path, [job(0)], engine)
+    engine, setting = batches_of(tmp_path, {0: 3})
+    engine.after_step = Mock(side_effect=GeneratorError("the server is gone"))
     with pytest.raises(GeneratorError, match="is gone"):
         setting.run()
     assert setting.queue.failed == []
 
 
 def test_deterministic_batches_are_of_one_group(tmp_path: Path) -> None:
-    engine = FakeBatchEngine({0: 2, 1: 2})
-    setting = batch_setting(tmp_path, [job(0), job(1)], engine, deterministic=True, groups_per_claim=4)
+    engine, setting = batches_of(tmp_path, {0: 2, 1: 2}, deterministic=True, groups_per_claim=4)
     assert sorted(setting.run()) == [0, 1]
     assert engine.batches == [[0], [1]]
 
@@ -204,8 +196,7 @@ def test_a_claim_of_so_many_groups_waits_until_their_round_is_issued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the first job of a round would be sampled alone."""
-    engine = FakeBatchEngine(dict.fromkeys(range(3), 1))
-    setting = batch_setting(tmp_path, [job(0)], engine, groups_per_claim=4)
+    engine, setting = batches_of(tmp_path, ones(3), [job(0)], groups_per_claim=4)
     coming = [job(1), job(2)]
 
     def issue(seconds: float) -> None:
@@ -237,8 +228,7 @@ def test_a_round_that_is_being_issued_is_waited_for(looks: list[int], found: int
 
 def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -> None:
     """As on a GPU whose parameter server dies: its memory may hold anything by the time a step has ended."""
-    engine = FakeBatchEngine({seq: 2 + seq for seq in range(3)})
-    setting = batch_setting(tmp_path, [job(seq) for seq in range(3)], engine)
+    engine, setting = batches_of(tmp_path, {seq: 2 + seq for seq in range(3)})
     steps: list[int] = []
 
     def step() -> None:
@@ -260,8 +250,7 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
     )
     groups = setting.run()
     assert let_go == [0, 5, 5, 5], "what environments the dropped group has are free again"
-    assert setting.queue.handed_back == [0, 1, 2]
-    assert setting.queue.failed == []
+    assert (setting.queue.handed_back, setting.queue.failed) == ([0, 1, 2], [])
     assert {seq: group.policy_version for seq, group in groups.items()} == {0: 5, 1: 5, 2: 5}
     assert not setting.weights.held
 
@@ -283,7 +272,8 @@ def test_a_worker_that_reads_in_place_waits_for_the_gpu_only_when_a_group_has_en
     with WeightExporter.from_model(nn.Linear(3, 2), tmp_path / "handle.json") as exporter:
         exporter.publish(1)
         with open_remote_memory(tmp_path / "handle.json") as remote:
-            assert sorted(batch_setting(tmp_path, [job(0), job(1)], engine, weights=remote).run()) == [0, 1]
+            setting = Setting(tmp_path, [job(0), job(1)], FakeEngine(), batch_engine=engine, weights=remote)
+            assert sorted(setting.run()) == [0, 1]
             assert remote.can_alias(nn.Linear(3, 2)), "it did read in place"
     assert len(waited) == 41
     first, second = waited[1:21], waited[21:]
@@ -298,7 +288,6 @@ def test_jobs_whose_weights_do_not_come_give_way_to_others(
     monkeypatch.setattr(worker_module, "LATE_S", 0.0)
     monkeypatch.setattr(worker_module, "WEIGHTS_WAIT_S", 5.0)
     jobs = [*(job(seq, min_version=9) for seq in range(late)), job(10), job(11)]
-    engine = FakeBatchEngine({10: 1, 11: 1})
-    setting = batch_setting(tmp_path, jobs, engine)
+    _, setting = batches_of(tmp_path, {10: 1, 11: 1}, jobs)
     assert sorted(setting.run()) == [10, 11]
     assert sorted(set(setting.queue.handed_back)) == list(range(late))
