@@ -116,9 +116,9 @@ class FakeServerQueue:
         return True
 
     # what workers do
-    def claim(self, seq: int) -> Job:
-        self.claimed.add(seq)
-        return self.jobs[seq]
+    def claim(self, *seqs: int) -> list[Job]:
+        self.claimed |= {*seqs}
+        return [self.jobs[seq] for seq in seqs]
 
     def finish(self, *seqs: int, version: int) -> None:
         for seq in seqs:
@@ -193,6 +193,13 @@ class Bench:
         self.source.trained()
         self.publisher.version = version
         self.source.advance(version)
+
+
+def begun(plan: Schedule, **options: Any) -> Bench:
+    """A bench whose first jobs are issued."""
+    bench = Bench(plan, **options)
+    bench.source.advance(0)
+    return bench
 
 
 def _rows(start: int, tasks: Sequence[str]) -> Iterator[dict[str, Any]]:

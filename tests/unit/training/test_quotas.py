@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from async_grpo.errors import AllGroupsFailedError
 from async_grpo.training.rollout_source import with_each_task
-from kit.training_fakes import Bench, schedule, seqs
+from kit.training_fakes import Bench, begun, schedule, seqs
 
 TASKS = ("math", "logic")
 QUOTAS = {"math": 2, "logic": 2}
@@ -20,7 +20,7 @@ QUOTAS = {"math": 2, "logic": 2}
 
 def bench(B: int = 4, K: int = 2, tasks: tuple[str, ...] = TASKS, **options: object) -> Bench:
     quotas = dict.fromkeys(tasks, B // len(tasks))
-    return Bench(schedule(B=B, K=K), tasks=tasks, **{"quotas": quotas, **options})
+    return begun(schedule(B=B, K=K), tasks=tasks, **{"quotas": quotas, **options})
 
 
 def tasks_of(batch: list) -> Counter[str]:
@@ -28,34 +28,24 @@ def tasks_of(batch: list) -> Counter[str]:
 
 
 def test_a_job_has_the_task_of_its_row() -> None:
-    two, none = bench(), Bench(schedule(B=2))
-    for one in (two, none):
-        one.source.advance(0)
+    two, none = bench(), begun(schedule(B=2))
     assert [two.queue.jobs[seq].task for seq in range(4)] == ["math", "logic", "math", "logic"]
     assert none.queue.jobs[0].task == ""
 
 
-def test_a_batch_waits_for_the_share_of_a_slow_task() -> None:
-    two = bench()
-    two.source.advance(0)
+@pytest.mark.parametrize(
+    ("options", "taken", "waits"), [({}, [0, 1, 2, 3], 1), ({"quotas": None}, [0, 2, 4, 6], 0)], ids=["quotas", "none"]
+)
+def test_a_batch_waits_for_the_share_of_a_slow_task(options: dict[str, Any], taken: list[int], waits: int) -> None:
+    two = bench(**options)
     two.queue.finish(0, 2, 4, 6, version=0)  # only of math
     two.queue.on_wait = lambda: two.queue.finish(1, 3, version=0)
-    assert seqs(two.source.take(0)) == [0, 1, 2, 3]
-    assert two.queue.waits == 1
-
-
-def test_without_quotas_it_takes_what_is_there() -> None:
-    two = bench(quotas=None)
-    two.source.advance(0)
-    two.queue.finish(0, 2, 4, 6, version=0)
-    assert seqs(two.source.take(0)) == [0, 2, 4, 6]
+    assert (seqs(two.source.take(0)), two.queue.waits) == (taken, waits)
 
 
 def test_a_task_whose_groups_fail_makes_a_batch_uneven_and_never_waits_for_ever(decisions: list[str]) -> None:
     two = bench()
-    two.source.advance(0)
-    two.queue.finish(0, 2, 4, 6, version=0)
-    two.queue.finish(7, version=0)
+    two.queue.finish(0, 2, 4, 6, 7, version=0)
     two.queue.fail_for_good(1, 3, 5)
     two.queue.on_wait = lambda: two.queue.fail_for_good(*[seq for seq in two.queue.unclaimed() if seq % 2])
     assert seqs(two.source.take(0)) == [0, 2, 4, 7]
@@ -74,7 +64,6 @@ def test_a_task_whose_groups_fail_makes_a_batch_uneven_and_never_waits_for_ever(
 
 def test_only_when_all_groups_fail_does_the_run_end() -> None:
     two = bench()
-    two.source.advance(0)
 
     def fail_logic_only() -> None:
         two.queue.fail_for_good(*[seq for seq in two.queue.unclaimed() if seq % 2])
@@ -91,7 +80,6 @@ def test_only_when_all_groups_fail_does_the_run_end() -> None:
 
 def test_in_order_the_order_of_issue_decides() -> None:
     two = bench(in_order=True)
-    two.source.advance(0)
     two.queue.fail_for_good(1)
     two.queue.finish(0, 2, 3, 4, 5, version=0)
     assert seqs(two.source.take(0)) == [0, 2, 3, 4]
@@ -100,9 +88,7 @@ def test_in_order_the_order_of_issue_decides() -> None:
 def test_quotas_give_way_to_the_staleness_bound() -> None:
     """Groups 0 and 2 are as old as they may be. The quota of logic would leave one of them for a later round."""
     two = bench(B=2, K=1)
-    two.source.advance(0)
-    two.queue.claim(0)
-    two.queue.claim(2)
+    two.queue.claim(0, 2)
     two.queue.fail_for_good(1, 3)
     two.queue.on_wait = lambda: two.queue.finish(4, 5, version=0)
     assert seqs(two.source.take(0)) == [4, 5]
@@ -122,7 +108,6 @@ def test_chaos_of_workers_never_blocks_and_never_makes_a_group_too_old(
     B, count = sizes
     draw = random.Random(seed)
     run = bench(B=B, K=K, tasks=tuple("abcdef"[:count]))
-    run.source.advance(0)
     ages: dict[int, int] = {}
 
     def work() -> None:
@@ -168,10 +153,8 @@ def test_a_batch_is_the_quotas_and_then_the_oldest(
     task_of = {seq: task for seq, (task, _) in enumerate(groups)}
     finished = {seq for seq, (_, done) in enumerate(groups) if done}
     chosen = with_each_task(range(len(groups)), finished, task_of, quotas, size)
-    short = {
-        task: min(quota, sum(of == task for of in task_of.values())) - sum(task_of[seq] == task for seq in finished)
-        for task, quota in quotas.items()
-    }
+    there, of_finished = Counter(task_of.values()), Counter(task_of[seq] for seq in finished)
+    short = {task: min(quota, there[task]) - of_finished[task] for task, quota in quotas.items()}
     if chosen is None:
         assert len(finished) < size or any(missing > 0 for missing in short.values())
         return
@@ -180,5 +163,4 @@ def test_a_batch_is_the_quotas_and_then_the_oldest(
     for task in "abc":
         own = [seq for seq in chosen if task_of[seq] == task]
         assert own == sorted(finished & {seq for seq in task_of if task_of[seq] == task})[: len(own)]
-        assert len(own) >= min(quotas.get(task, 0), sum(of == task for of in task_of.values()))
-    assert all(first < second for first, second in pairwise(sorted(chosen)))
+        assert len(own) >= min(quotas.get(task, 0), there[task])
