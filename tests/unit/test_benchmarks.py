@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,23 +17,14 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarks import gpu_targets, one_gpu, table, to_docs
 
 from kit.waiting import is_gone, until
 
-ROOT = Path(__file__).parents[2]
 STEADY, SHAKEN = [1.0, 1.02, 1.09], [1.0, 1.02, 1.13]
 
 
-@pytest.fixture
-def table() -> Iterator[Any]:
-    sys.path.insert(0, str(ROOT))
-    from benchmarks import table
-
-    yield table
-    sys.path.remove(str(ROOT))
-
-
-def test_a_row_whose_control_of_equal_work_moved_is_no_figure(table: Any) -> None:
+def test_a_row_whose_control_of_equal_work_moved_is_no_figure() -> None:
     quiet = table.row("speed-up", [1.2, 1.3, 1.25], "x", target=">= 1.15", limit=1.44, controls=STEADY)
     assert quiet.ok is True and table.cells(quiet)[1] == "1.25 x"
     loud = table.row("speed-up", [1.2, 7.57, 1.25], "x", target=">= 1.15", limit=1.44, controls=SHAKEN)
@@ -54,15 +45,13 @@ def test_a_row_whose_control_of_equal_work_moved_is_no_figure(table: Any) -> Non
     ],
 )
 def test_a_row_that_beats_its_own_limit_is_no_figure(
-    table: Any, values: list[float], target: str, limit: float, possible: bool
+    values: list[float], target: str, limit: float, possible: bool
 ) -> None:
     one = table.row("speed-up", values, "x", target=target, limit=limit, controls=STEADY)
     assert (one.unmeasurable == "") is possible
 
 
-def test_the_page_of_figures_has_no_figure_of_such_a_row(table: Any) -> None:
-    from benchmarks import to_docs
-
+def test_the_page_of_figures_has_no_figure_of_such_a_row() -> None:
     row = {"name": "speed-up", "value": 7.57, "unit": "x", "spread": [1.0, 7.57, 8.0], "target": ">= 1.15"}
     assert "7.57" in to_docs.line(row)
     line = to_docs.line({**row, "unmeasurable": "its control of equal work moved by 13%"})
@@ -70,7 +59,7 @@ def test_the_page_of_figures_has_no_figure_of_such_a_row(table: Any) -> None:
 
 
 def test_each_round_of_a_contest_has_a_control_between_all_its_runs(
-    table: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from benchmarks import contests
 
@@ -88,15 +77,11 @@ def test_each_round_of_a_contest_has_a_control_between_all_its_runs(
     assert len(contest.controls) == 15
 
 
-def test_where_rewards_wait_the_control_is_a_step_of_trl(
-    table: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_rewards_wait_the_control_is_a_step_of_trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from benchmarks import contests
 
     step_s = itertools.count(1)
-    monkeypatch.setattr(
-        contests, "run_side", lambda *_: type("Run", (), {"step_s": float(next(step_s)), "step_cpu_s": 0.1})
-    )
+    monkeypatch.setattr(contests, "run_side", lambda *_: SimpleNamespace(step_s=float(next(step_s)), step_cpu_s=0.1))
     monkeypatch.setattr(contests, "control_s", lambda: 1.0)
     contest = contests.contests(quick=True)["slow"]
     for repeat in range(2):
@@ -104,7 +89,7 @@ def test_where_rewards_wait_the_control_is_a_step_of_trl(
     assert contest.controls == contest.trl_step_s() == [1.0, 1.0 + len(contest.sides)]
 
 
-def test_each_search_of_a_chain_needs_the_result_of_the_one_before(table: Any) -> None:
+def test_each_search_of_a_chain_needs_the_result_of_the_one_before() -> None:
     from benchmarks.setups import chain
 
     first, rivers = chain.asked_chains()[0], chain.Rivers()
@@ -126,7 +111,7 @@ def test_each_search_of_a_chain_needs_the_result_of_the_one_before(table: Any) -
         ([], [0.0]),
     ],
 )
-def test_the_turns_that_a_chain_rewards(table: Any, searched: list[int], earned: list[float]) -> None:
+def test_the_turns_that_a_chain_rewards(searched: list[int], earned: list[float]) -> None:
     from benchmarks.setups import chain
 
     first, rivers, completion = chain.asked_chains()[0], chain.Rivers(), []
@@ -138,10 +123,8 @@ def test_the_turns_that_a_chain_rewards(table: Any, searched: list[int], earned:
     assert chain.called([completion]) == [sum(earned) / 0.75]
 
 
-def test_the_limits_of_an_h100_for_qwen3_06b(table: Any) -> None:
+def test_the_limits_of_an_h100_for_qwen3_06b() -> None:
     """Worked out by hand before, for prompts of 128 tokens and completions of 256."""
-    from benchmarks import one_gpu
-
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     model = one_gpu.Model.of(SimpleNamespace(**shape, **heads), value_bytes=2)
@@ -152,10 +135,8 @@ def test_the_limits_of_an_h100_for_qwen3_06b(table: Any) -> None:
 
 
 def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import one_gpu
-
     log = "import json, os, time; open(os.environ['STEP_LOG'], 'w').writelines(json.dumps(x) + '\\n' for x in {})"
     fixed = {"steps": 1, "prompt": 2, "least_s": lambda model, card: 40.0}
     (looked := tmp_path / "looks").touch()
@@ -168,9 +149,7 @@ def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
         lines = [{"time": time.time() + step_s * at, "step": at, "tokens": 40 * at} for at in range(-2, 3)]
         return f"{log.format(lines)}\nfirst = len({looks})\nwhile len({looks}) < first + 2: time.sleep(0.01)"
 
-    model = dict.fromkeys(("layers", "head", "cache_bytes", "attention", "value_bytes"), 1)
-    card = [{"card": {"bytes_s": 1e9, "flops_s": 1e9}, "model": model, "name": "a card"}]
-    monkeypatch.setattr(one_gpu, "card_itself", lambda *_: case("card", log.format(card), 0))
+    monkeypatch.setattr(one_gpu, "card_itself", lambda *_: case("card", log.format([CARD]), 0))
     ours = case("ours", steps(100), target=">= 0.5", target_trl=">= 3")
     rows = [case("failing", "raise SystemExit('why')"), case(one_gpu.TRL, steps(400)), ours]
     monkeypatch.setattr(one_gpu, "cases", lambda *_: rows)
@@ -188,9 +167,7 @@ def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
 
 
 @pytest.mark.integration
-def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started(table: Any) -> None:
-    from benchmarks import one_gpu
-
+def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started() -> None:
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
     hang = [sys.executable, "-c", f"{code}; time.sleep(600)"]
     ran = one_gpu.run(one_gpu.Case(name="", command=hang, steps=5), "cpu", 1)
@@ -202,31 +179,28 @@ def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started(table: An
     until(lambda: is_gone(child), "the end of what it started")
 
 
+MODEL = dict.fromkeys(("layers", "head", "cache_bytes", "attention", "value_bytes"), 1)
+CARD = {"card": {"bytes_s": 1e9, "flops_s": 1e9}, "model": MODEL, "name": "a card"}
+
+
 def made_by_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, share: Callable[[str], float]) -> None:
     """Let the script write its JSON, with all rows that it has for a GPU; each reaches so much of its limit."""
-    from benchmarks import one_gpu
-
-    model = dict.fromkeys(("layers", "head", "cache_bytes", "attention", "value_bytes"), 1)
-    card = {"card": {"bytes_s": 1e9, "flops_s": 1e9}, "model": model, "name": "a card"}
 
     def run(case: Any, *_: Any) -> Any:
         step_s = 40.0 / share(case.name)
         lines = [{"time": step_s * at, "step": at, "tokens": 9999 * at} for at in range(5)]
-        return one_gpu.Ran(lines=lines if case.rollouts else [card])
+        return one_gpu.Ran(lines=lines if case.rollouts else [CARD])
 
     rows = one_gpu.cases(one_gpu.SETTINGS["0.6B"], "0")
+    rows = [replace(row, left_out="", least_s=lambda model, card: 40.0) for row in rows]
     monkeypatch.setattr(one_gpu, "run", run)
-    monkeypatch.setattr(
-        one_gpu, "cases", lambda *_: [replace(row, left_out="", least_s=lambda model, card: 40.0) for row in rows]
-    )
+    monkeypatch.setattr(one_gpu, "cases", lambda *_: rows)
     assert one_gpu.main(["--json", str(folder / "gpu_one_gpu.json")]) == 0
 
 
 def test_the_targets_of_one_gpu_are_read_from_what_the_script_writes(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import gpu_targets
-
     shares = {"worker alone, 512 rows, unequal prompts": 0.49, "worker alone, 64 rows, equal prompts": 0.36}
     shares |= {"without CUDA graphs: worker alone, 64 rows, equal prompts": 0.1, "TRL with generate": 0.125}
     shares |= {"server and 1 worker": 0.34, "server and 2 workers": 0.2, "MPS: server and 1 worker": 0.1}
@@ -265,17 +239,13 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def reasons_without_mps() -> set[str]:
-    from benchmarks import one_gpu
-
     return {case.left_out for case in one_gpu.cases(one_gpu.SETTINGS["0.6B"], "0") if case.mps}
 
 
 @pytest.mark.integration
 def test_a_row_with_mps_has_a_daemon_of_its_own_and_another_one_is_left_alone(
-    table: Any, control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import one_gpu
-
     if one_gpu.mps_processes():
         pytest.skip("an MPS daemon runs on this machine")
     assert reasons_without_mps() == {""}
@@ -308,10 +278,8 @@ open(os.environ["STEP_LOG"], "w").write(json.dumps(line) + chr(10))"""
 
 @pytest.mark.integration
 def test_a_row_whose_mps_daemon_does_not_start_says_why_in_a_line(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import one_gpu
-
     (refusing := tmp_path / "control").write_text("#!/bin/sh\necho a line before\necho no rights\nexit 3\n")
     refusing.chmod(0o755)
     monkeypatch.setattr(one_gpu, "MPS_CONTROL", str(refusing))  # of another name: the test above may look for daemons
@@ -323,9 +291,7 @@ def test_a_row_whose_mps_daemon_does_not_start_says_why_in_a_line(
 
 
 @pytest.mark.integration
-def test_the_share_of_a_gpu_is_in_the_environment_of_the_worker_alone(table: Any) -> None:
-    from benchmarks import one_gpu
-
+def test_the_share_of_a_gpu_is_in_the_environment_of_the_worker_alone() -> None:
     case = one_gpu.sharing(one_gpu.SETTINGS["tiny"], "cpu", 50)
     worker, server = case.command[-1].split(" & exec ")
     assert worker.startswith("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 ") and " worker --device cpu " in worker
@@ -335,10 +301,8 @@ def test_the_share_of_a_gpu_is_in_the_environment_of_the_worker_alone(table: Any
 
 
 def test_steps_behind_are_between_the_first_steps_at_a_share_of_the_gain() -> None:
-    sys.path.insert(0, str(ROOT))
     from benchmarks.steps_behind import LAST, MEASURED_AT, first_step, steps_behind
 
-    sys.path.remove(str(ROOT))
     plain = [0.1 + 0.8 * min(1.0, step / 20) for step in MEASURED_AT]
     stale = [0.1 + 0.8 * min(1.0, max(0, step - 3) / 20) for step in MEASURED_AT]
     assert MEASURED_AT[-LAST] >= 20, "plain TRL has reached what it reaches"
