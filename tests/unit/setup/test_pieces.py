@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,19 +25,19 @@ def every_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Accelerator:
-    """One process, which may hear of others."""
+    """One process, which may hear of others' rows and pieces, or of a trial that came out otherwise there."""
 
     device, mixed_precision, is_main_process = torch.device("cpu"), "no", True
 
-    def __init__(self, *others: list[int]) -> None:
-        self.num_processes, self._others = 1 + len(others), others
+    def __init__(self, *others: list[int], disagrees: bool = False) -> None:
+        self.num_processes, self._others, self._disagrees = 1 + len(others), others, disagrees
 
     def unwrap_model(self, model: Any, **_: Any) -> Any:
         return model
 
     def gather(self, own: Tensor) -> Tensor:
-        if own.is_floating_point():  # of the trial, on which all agree
-            return own
+        if own.is_floating_point():  # of the trial
+            return torch.cat([own, own + self._disagrees])
         return torch.cat([own, *(torch.tensor([other]) for other in self._others)])
 
 
@@ -69,40 +70,45 @@ def batch(lengths: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, int]:
 
 
 LENGTHS = [(2, 9), (5, 1), (3, 30), (1, 2), (4, 10), (2, 28), (5, 3), (3, 1)]
+TRIAL = 3  # passes
+
+
+class InPieces:
+    """A pass in pieces, which gives each row what it gets alone; and what the model has seen behind the trial."""
+
+    def __init__(self, lengths: Any = LENGTHS, model: Any = None, accelerator: Any = None, **more: Any) -> None:
+        self.ids, self.mask, self.keep = batch(lengths) if isinstance(lengths, list) else lengths
+        self.model = model or Model()
+        made = Pieces(accelerator or Accelerator(), more.pop("multiple", 1))
+        (self.said, nothing), self.computed = made(self.model, self.model, self.ids, self.mask, self.keep, **more)
+        self.plain = Model(self.model.kind)
+        assert nothing is None and torch.equal(self.said, self.plain(self.ids, self.mask, self.keep)[0])
+        self.pieces = self.model.seen[TRIAL:]
+        self.all_computed = self.computed == self.ids.numel()
 
 
 def test_each_row_gets_what_it_gets_alone_and_less_is_computed() -> None:
-    ids, mask, keep = batch(LENGTHS)
-    model = Model()
-    (said, nothing), computed = Pieces(Accelerator())(model, model, ids, mask, keep)
-    whole, _ = Model()(ids, mask, keep)
-    assert nothing is None and torch.equal(said, whole)
-    assert mask.sum() <= computed <= 1.15 * mask.sum() < ids.numel()
+    done = InPieces()
+    assert done.mask.sum() <= done.computed <= 1.15 * done.mask.sum() < done.ids.numel()
 
 
 def test_no_piece_has_a_column_of_a_row_that_is_not_in_it() -> None:
-    ids, mask, keep = batch(LENGTHS)
-    model = Model()
-    Pieces(Accelerator())(model, model, ids, mask, keep)
-    pieces = model.seen[3:]  # behind the trial
-    rows = [int(row[seen.bool()][0]) for given, there in pieces for row, seen in zip(given, there)]
-    assert sorted(rows) == [*range(1, 1 + len(LENGTHS))], "each row is in one piece"
-    for given, there in pieces:
+    rows = []
+    for given, there in InPieces().pieces:
         assert there[:, 0].any() and there[:, -1].any(), "a column that is padding in each row was computed"
         for row, seen in zip(given, there):
-            assert set(row[seen.bool()].tolist()) == {int(row[seen.bool()][0])} and set(row[seen == 0].tolist()) <= {
-                PAD
-            }
+            [own] = {*row[seen.bool()].tolist()}
+            assert {*row[seen == 0].tolist()} <= {PAD}
+            rows.append(own)
+    assert sorted(rows) == [*range(1, 1 + len(LENGTHS))], "each row is in one piece"
 
 
 def test_gradients_go_to_every_row() -> None:
-    ids, mask, keep = batch(LENGTHS)
-    model, plain = Model(), Model()
-    (said, _), _ = Pieces(Accelerator())(model, model, ids, mask, keep)
-    weights = torch.arange(said.numel()).view_as(said)
-    (said * weights).sum().backward()
-    (plain(ids, mask, keep)[0] * weights).sum().backward()
-    assert torch.equal(model.weight.grad, plain.weight.grad)
+    done = InPieces()
+    weights = torch.arange(done.said.numel()).view_as(done.said)
+    (done.said * weights).sum().backward()
+    (done.plain(done.ids, done.mask, done.keep)[0] * weights).sum().backward()
+    assert torch.equal(done.model.weight.grad, done.plain.weight.grad)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +116,12 @@ def test_gradients_go_to_every_row() -> None:
     [("relative", True, True), ("absolute", False, True), ("bidirectional", False, False)],
 )
 def test_a_trial_decides_which_padding_is_left_out(kind: str, left: bool, right: bool) -> None:
-    ids, mask, keep = batch(LENGTHS)
-    model = Model(kind)
-    model.train()
-    (said, _), computed = Pieces(Accelerator())(model, model, ids, mask, keep)
-    assert model.training and torch.equal(said, Model(kind)(ids, mask, keep)[0])
-    for given, there in model.seen[3:]:
+    done = InPieces(model=Model(kind).train())
+    assert done.model.training
+    for given, there in done.pieces:
         assert there[:, 0].any() or not left
-        assert given.shape[1] >= ids.shape[1] - keep + 1 or left
-    assert (computed < ids.numel()) is right
+        assert given.shape[1] >= done.ids.shape[1] - done.keep + 1 or left
+    assert done.all_computed is not right
 
 
 def test_the_trial_is_made_once_and_draws_nothing() -> None:
@@ -128,29 +131,17 @@ def test_the_trial_is_made_once_and_draws_nothing() -> None:
     for _ in range(3):
         pieces(model, model, ids, mask, keep)
     assert torch.equal(state, torch.random.get_rng_state())
-    assert sum(len(given) == 1 and given.shape[1] in (16, 24) for given, _ in model.seen[:3]) == 3
-    assert len(model.seen) == 3 + 3 * (len(model.seen) - 3) // 3
+    assert all(len(given) == 1 and given.shape[1] in (16, 24) for given, _ in model.seen[:TRIAL])
+    assert len(model.seen) == TRIAL + 3 * len(InPieces().pieces)
 
 
 def test_a_rank_that_disagrees_decides_for_all() -> None:
-    ids, mask, keep = batch(LENGTHS)
-
-    class Disagreeing(Accelerator):
-        def gather(self, own: Tensor) -> Tensor:
-            return torch.cat([own, own + 1.0 if own.is_floating_point() else own])
-
-    model, accelerator = Model(), Disagreeing()
-    _, computed = Pieces(accelerator)(model, model, ids, mask, keep)
-    assert computed == ids.numel()
+    assert InPieces(accelerator=Accelerator(disagrees=True)).all_computed
 
 
 @pytest.mark.parametrize("others", [[5, 8], [8, 8], [1, 8]])
 def test_all_processes_take_as_many_pieces(others: list[int]) -> None:
-    ids, mask, keep = batch([(3, 7)] * 8)  # one piece would do
-    accelerator, model = Accelerator(others), Model()
-    (said, _), _ = Pieces(accelerator)(model, model, ids, mask, keep)
-    assert len(model.seen) - 3 == others[0]
-    assert torch.equal(said, Model()(ids, mask, keep)[0])
+    assert len(InPieces([(3, 7)] * 8, accelerator=Accelerator(others)).pieces) == others[0], "one piece would do"
 
 
 def test_processes_with_other_numbers_of_rows_take_one_piece() -> None:
@@ -165,66 +156,48 @@ def test_rows_without_a_completion_a_prompt_or_anything() -> None:
     mask[1, -keep:] = 0  # truncated and masked
     mask[2, :-keep] = 0
     mask[3] = 0
-    model = Model()
-    (said, _), _ = Pieces(Accelerator())(model, model, ids, mask, keep)
-    assert torch.equal(said, Model()(ids, mask, keep)[0])
-    assert all(there.shape[1] >= 2 for _, there in model.seen), "of the prompt and of the completion"
+    done = InPieces((ids, mask, keep))
+    assert all(there.shape[1] >= 2 for _, there in done.model.seen), "of the prompt and of the completion"
 
 
-def test_one_row_and_rows_of_one_length() -> None:
-    for lengths in ([(3, 7)], [(3, 7)] * 8):
-        ids, mask, keep = batch(lengths)
-        model = Model()
-        (said, _), computed = Pieces(Accelerator())(model, model, ids, mask, keep)
-        given, there = model.seen[3]
-        assert len(model.seen) == 4 and computed == ids.numel(), "one piece, as TRL computes it"
-        assert given is ids and there is mask, "as they are"
-        assert torch.equal(said, Model()(ids, mask, keep)[0])
+@pytest.mark.parametrize("lengths", [[(3, 7)], [(3, 7)] * 8])
+def test_one_row_and_rows_of_one_length(lengths: list[tuple[int, int]]) -> None:
+    done = InPieces(lengths)
+    [(given, there)] = done.pieces
+    assert given is done.ids and there is done.mask and done.all_computed, "as they are, as TRL computes them"
 
 
 def test_no_piece_is_larger_than_the_rows_that_trl_takes_at_a_time() -> None:
-    ids, mask, keep = batch([(3, 17)] * 12 + [(3, 2)] * 12)
-    model = Model()
-    Pieces(Accelerator())(model, model, ids, mask, keep, 4)
-    assert max(given.numel() for given, _ in model.seen[3:]) <= 4 * ids.shape[1]
-    assert max(len(given) for given, _ in model.seen[3:]) > 4, "of short rows it takes more"
+    done = InPieces([(3, 17)] * 12 + [(3, 2)] * 12, most_rows=4)
+    assert max(given.numel() for given, _ in done.pieces) <= 4 * done.ids.shape[1]
+    assert max(len(given) for given, _ in done.pieces) > 4, "of short rows it takes more"
 
 
 def test_columns_are_multiples_for_compiled_models() -> None:
-    ids, mask, keep = batch([(40, 100), (3, 9), (20, 60), (1, 1)])
-    model = Model()
-    (said, _), _ = Pieces(Accelerator(), 64)(model, model, ids, mask, keep)
-    assert {given.shape[1] for given, _ in model.seen[3:]} <= {64, 128, ids.shape[1]}
-    assert torch.equal(said, Model()(ids, mask, keep)[0])
+    done = InPieces([(40, 100), (3, 9), (20, 60), (1, 1)], multiple=64)
+    assert {given.shape[1] for given, _ in done.pieces} <= {64, 128, done.ids.shape[1]}
 
 
-def test_rotary_positions_that_depend_on_the_length_of_a_batch_keep_long_ones_whole() -> None:
-    class Config:
-        max_position_embeddings = 30
-
-        def __init__(self, **rope: Any) -> None:
-            self.rope_parameters = rope
-
-    of_layers = {"sliding": {"rope_type": "default"}, "full": {"rope_type": "longrope"}}
-    for rope in (
+@pytest.mark.parametrize(
+    "rope",
+    [
         {"rope_type": "dynamic"},
         {"rope_type": "longrope", "original_max_position_embeddings": 20},
-        of_layers,
-    ):
-        ids, mask, keep = batch(LENGTHS)  # 35 columns
-        model = Model()
-        model.config = Config(**rope)
-        assert Pieces(Accelerator())(model, model, ids, mask, keep)[1] == ids.numel()
-        model.config.max_position_embeddings = model.config.rope_parameters["original_max_position_embeddings"] = 35
-        assert Pieces(Accelerator())(model, model, ids, mask, keep)[1] < ids.numel()
+        {"sliding": {"rope_type": "default"}, "full": {"rope_type": "longrope"}},  # of layers
+    ],
+)
+def test_rotary_positions_that_depend_on_the_length_of_a_batch_keep_long_ones_whole(rope: dict[str, Any]) -> None:
+    model = Model()
+    model.config = SimpleNamespace(max_position_embeddings=30, rope_parameters=rope)  # of 35 columns
+    assert InPieces(model=model).all_computed
+    model.config.max_position_embeddings = rope["original_max_position_embeddings"] = 35
+    assert not InPieces(model=model).all_computed
 
 
 def test_small_passes_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "CALLS", 1000.0)
-    ids, mask, keep = batch(LENGTHS)
-    model = Model()
-    assert Pieces(Accelerator())(model, model, ids, mask, keep)[1] == ids.numel()
-    assert len(model.seen) == 4
+    done = InPieces()
+    assert done.all_computed and len(done.pieces) == 1
 
 
 def test_a_gpu_begins_no_pass_that_is_shorter_than_its_launches() -> None:
