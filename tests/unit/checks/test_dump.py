@@ -42,11 +42,28 @@ if sys.argv[2] == "listens":
     write_stacks_on_signal(run.stacks("server"))
 hangs_here()
 """
+RANK = """
+import re, sys, time
+from pathlib import Path
+from async_grpo.setup.process import write_stacks_on_signal
+
+def waits_for_the_others():
+    print("ready", flush=True)
+    time.sleep(100_000)
+
+def matches_for_ever():
+    print("ready", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock
+
+write_stacks_on_signal(Path(sys.argv[1]))
+globals()[sys.argv[2]]()
+"""
 
 
 @contextmanager
-def server(root: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", SERVER, str(root), how], stdout=subprocess.PIPE, text=True) as process:
+def started(program: str, path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", program, str(path), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process
@@ -97,15 +114,8 @@ def test_secrets_of_the_environment_and_the_logs_are_not_in_it(
     assert archive.stat().st_mode & 0o777 == 0o600
     found = texts(archive)
     everything = "\n".join(found.values())
-    for secret in (
-        "notarealtoken",
-        "open sesame",
-        "private-but-unnamed",
-        "0123456789abcdef0",
-        "letmein",
-        "private prompt",
-    ):
-        assert secret not in everything, secret
+    secrets = ["notarealtoken", "open sesame", "private-but-unnamed", "0123456789abcdef0", "letmein", "private prompt"]
+    assert not [secret for secret in secrets if secret in everything]
     assert found["logs/log_worker_1.txt"].endswith("the last line\n")
     assert "queue/0000000042.a00_pending.safetensors  16 bytes" in found["queue.txt"]
     assert "torch==" in found["versions.txt"] and "No process holds a lock" in found["processes.txt"]
@@ -150,7 +160,7 @@ def test_its_thread_for_stacks_is_asked_and_the_process_is_not_signalled(
     """The handler of the process reads the frames of threads that run: a run was ended by a segmentation fault."""
     sent: list[int] = []
     monkeypatch.setattr("signal.pidfd_send_signal", lambda pidfd, number: sent.append(number))
-    with server(root, "listens") as process:
+    with started(SERVER, root, "listens") as process:
         [found] = run_processes(RunDir(root))
         assert found.pid == process.pid
         assert [RunDir(root).stacks("server").stat().st_mode & 0o777] == [0o600]
@@ -158,61 +168,23 @@ def test_its_thread_for_stacks_is_asked_and_the_process_is_not_signalled(
     assert set(sent) == {0}
 
 
-RANK = """
-import sys, time
-from pathlib import Path
-from async_grpo.setup.process import write_stacks_on_signal
-
-def waits_for_the_others():
-    print("ready", flush=True)
-    time.sleep(100_000)
-
-write_stacks_on_signal(Path(sys.argv[1]))
-waits_for_the_others()
-"""
-
-
 def test_another_rank_of_the_server_is_known_by_its_open_file(root: Path) -> None:
-    path = RunDir(root).stacks("rank1")
-    with subprocess.Popen([sys.executable, "-c", RANK, str(path)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            [found] = run_processes(RunDir(root))
-            assert (found.name, found.pid) == ("rank1", process.pid)
-            assert "in waits_for_the_others" in stacks_of(found, timeout_s=DEADLINE_S)
-        finally:
-            process.kill()
+    with started(RANK, RunDir(root).stacks("rank1"), "waits_for_the_others") as process:
+        [found] = run_processes(RunDir(root))
+        assert (found.name, found.pid) == ("rank1", process.pid)
+        assert "in waits_for_the_others" in stacks_of(found, timeout_s=DEADLINE_S)
     assert list(run_processes(RunDir(root))) == []
 
 
-KEEPS_THE_LOCK = """
-import re, sys
-from pathlib import Path
-from async_grpo.setup.process import write_stacks_on_signal
-
-def matches_for_ever():
-    print("ready", flush=True)
-    re.match(r"(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock
-
-write_stacks_on_signal(Path(sys.argv[1]))
-matches_for_ever()
-"""
-
-
 def test_a_call_that_keeps_the_interpreters_lock_is_named_by_the_handler_of_c(root: Path) -> None:
-    path = RunDir(root).stacks("rank1")
-    with subprocess.Popen([sys.executable, "-c", KEEPS_THE_LOCK, path], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            [found] = run_processes(RunDir(root))
-            assert "in matches_for_ever" in stacks_of(found, timeout_s=4)
-            assert process.poll() is None
-        finally:
-            process.kill()
+    with started(RANK, RunDir(root).stacks("rank1"), "matches_for_ever") as process:
+        [found] = run_processes(RunDir(root))
+        assert "in matches_for_ever" in stacks_of(found, timeout_s=4)
+        assert process.poll() is None
 
 
 def test_a_stopped_server_is_not_waited_for_and_goes_on_later(root: Path) -> None:
-    with server(root, "listens") as process:
+    with started(SERVER, root, "listens") as process:
         process.send_signal(signal.SIGSTOP)
         until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         [found] = run_processes(RunDir(root))
@@ -224,7 +196,7 @@ def test_a_stopped_server_is_not_waited_for_and_goes_on_later(root: Path) -> Non
 
 
 def test_a_server_that_does_not_listen_yet_is_not_signalled(root: Path) -> None:
-    with server(root, "starts") as process:
+    with started(SERVER, root, "starts") as process:
         assert not listens(process.pid)
         [found] = run_processes(RunDir(root))
         assert "It was not signalled" in stacks_of(found, timeout_s=0.3)
@@ -232,7 +204,7 @@ def test_a_server_that_does_not_listen_yet_is_not_signalled(root: Path) -> None:
 
 
 def test_a_process_that_no_longer_holds_the_lock_is_not_signalled(root: Path) -> None:
-    with server(root, "listens") as process:
+    with started(SERVER, root, "listens") as process:
         [found] = run_processes(RunDir(root))
         process.kill()
         process.wait()

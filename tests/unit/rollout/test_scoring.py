@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,34 +73,29 @@ def scoring(rewards: Rewards, at_a_time: int = 1, most: int = BATCH) -> Scoring:
     return Scoring(rewards, RewardCalls(at_a_time, most))
 
 
+def scored(rewards: Rewards, groups: Sequence[Any], **calls: int) -> dict[int, GroupOutcome]:
+    """Start these groups, or groups of these numbers, while the rewards wait, and let those go on."""
+    score = scoring(rewards, **calls)
+    for group in groups:
+        score.start(group_of(group) if isinstance(group, int) else group)
+    rewards.go_on()
+    outcomes = wait_for(score, len(groups))
+    assert not score.busy
+    return outcomes
+
+
 def test_groups_that_wait_for_a_call_share_the_next_one() -> None:
     rewards = Rewards(held=True)
-    score = scoring(rewards)
-    for seq in (0, 3, 1, 2, 4, 5):
-        score.start(group_of(seq))
-    rewards.go_on()
-    outcomes = wait_for(score, 6)
+    outcomes = scored(rewards, [0, 3, 1, 2, 4, 5])
     assert rewards.calls == [[0], [1, 2, 3, 4], [5]], "the oldest first, and no more than TRL's batch"
     assert rewards.most_at_once == 1
     assert {seq: outcome.scores for seq, outcome in outcomes.items()} == {seq: f"of {seq}" for seq in range(6)}
-    assert not score.busy
 
 
 def test_a_call_has_groups_of_one_purpose_step_and_columns() -> None:
     rewards = Rewards(held=True)
-    score = scoring(rewards)
-    score.start(group_of(0))
-    for group in (
-        group_of(1),
-        group_of(2, step=1),
-        group_of(3, purpose="eval"),
-        group_of(4, columns=("prompt", "solved")),
-        group_of(5),
-        group_of(6, step=1),
-    ):
-        score.start(group)
-    rewards.go_on()
-    wait_for(score, 7)
+    solved = group_of(4, columns=("prompt", "solved"))
+    scored(rewards, [0, 1, group_of(2, step=1), group_of(3, purpose="eval"), solved, 5, group_of(6, step=1)])
     assert rewards.calls == [[0], [1, 5], [2, 6], [3], [4]]
 
 
@@ -122,14 +118,11 @@ def test_a_call_that_raises_is_repeated_group_by_group() -> None:
         return "scores"
 
     rewards = Rewards(broken, held=True)
-    score = scoring(rewards)
     released: list[int] = []
-    for seq in range(4):
-        group = group_of(seq)
-        group.let_go = functools.partial(released.append, seq)
-        score.start(group)
-    rewards.go_on()
-    outcomes = wait_for(score, 4)
+    groups = [group_of(seq) for seq in range(4)]
+    for group in groups:
+        group.let_go = functools.partial(released.append, group.job.seq)
+    outcomes = scored(rewards, groups)
     assert rewards.calls == [[0], [1, 2, 3], [1], [2], [3]]
     assert [outcomes[seq].scores for seq in range(4)] == ["scores", "scores", None, "scores"]
     assert "no reward" in str(outcomes[2].error)
@@ -137,37 +130,22 @@ def test_a_call_that_raises_is_repeated_group_by_group() -> None:
 
 
 def test_what_ends_the_run_is_not_asked_for_again() -> None:
-    def refuse(seq: int) -> str:
-        raise RunRefused("no optimizer")
-
-    rewards = Rewards(refuse, held=True)
-    score = scoring(rewards)
-    for seq in range(3):
-        score.start(group_of(seq))
-    rewards.go_on()
-    assert all(isinstance(outcome.error, RunRefused) for outcome in wait_for(score, 3).values())
+    rewards = Rewards(Mock(side_effect=RunRefused("no optimizer")), held=True)
+    assert all(isinstance(outcome.error, RunRefused) for outcome in scored(rewards, range(3)).values())
     assert rewards.calls == [[0], [1, 2]]
 
 
 def test_a_call_of_several_groups_is_shared_out_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewards = Rewards(held=True)
-    score = scoring(rewards)
-    for seq in range(4):
-        score.start(group_of(seq))
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr("async_grpo.rollout.scoring.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    rewards.go_on()
-    outcomes = wait_for(score, 4)
+    outcomes = scored(Rewards(held=True), range(4))
     assert [outcomes[seq].seconds for seq in (1, 2, 3)] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("at_a_time", [0, 2], ids=["in the caller's thread", "beside"])
 def test_a_reward_that_exits_costs_its_own_group(at_a_time: int) -> None:
     rewards = Rewards(lambda seq: sys.exit("no licence") if seq == 1 else "scores")
-    score = scoring(rewards, at_a_time)
-    for seq in range(3):
-        score.start(group_of(seq))
-    outcomes = wait_for(score, 3)
+    outcomes = scored(rewards, range(3), at_a_time=at_a_time)
     assert [outcomes[seq].scores for seq in range(3)] == ["scores", None, "scores"]
     assert "no licence" in str(outcomes[1].error)
 

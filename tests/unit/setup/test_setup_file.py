@@ -33,11 +33,6 @@ def fake_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     sys.modules.pop(MODULE_NAME, None)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def write(folder: Path, text: str, name: str = "my_trainer.py") -> Path:
     path = folder / name
     path.write_text(dedent(text))
@@ -52,29 +47,27 @@ GOOD = """
 """
 
 
-def test_a_good_file(folder: Path, fake_trl: list[bool]) -> None:
-    assert isinstance(load_trainer(write(folder, GOOD)), FakeTrainer)
+def test_a_good_file(tmp_path: Path, fake_trl: list[bool]) -> None:
+    assert isinstance(load_trainer(write(tmp_path, GOOD)), FakeTrainer)
     assert fake_trl == [True], "TRL is made fit for this machine"
 
 
 @pytest.mark.parametrize("name", ["missing.py", "."])
-def test_no_such_file(folder: Path, name: str) -> None:
+def test_no_such_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(SetupFileError, match=r"Setup file not found: .*\n.*get_trainer\(\)"):
-        check_setup_file(folder / name)
+        check_setup_file(tmp_path / name)
 
 
-def test_a_function_of_a_file(folder: Path) -> None:
-    write(folder, GOOD)
-    (file,) = folder.glob("*.py")
+def test_a_function_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(SetupFileError, match=r"names a function of a file\. Give the file alone"):
-        check_setup_file(Path(f"{file}:build"))
+        check_setup_file(Path(f"{write(tmp_path, GOOD)}:build"))
 
 
 @pytest.mark.parametrize(
     "content", [b"def get_trainer(:\n", b"\xff\xfe\x00", b"def get_trainer(): pass\n\x00", b"%PDF-1.4"]
 )
-def test_no_python(folder: Path, content: bytes) -> None:
-    path = folder / "broken.py"
+def test_no_python(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.py"
     path.write_bytes(content)
     with pytest.raises(SetupFileError, match=r"broken\.py is not valid Python: "):
         check_setup_file(path)
@@ -83,9 +76,9 @@ def test_no_python(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     "content", ["", "x = 1", "def make_trainer(): pass", "class A:\n    def get_trainer(self): pass"]
 )
-def test_no_get_trainer(folder: Path, content: str) -> None:
+def test_no_get_trainer(tmp_path: Path, content: str) -> None:
     with pytest.raises(SetupFileError, match=r"defines no get_trainer\(\).*returns a trl.GRPOTrainer"):
-        check_setup_file(write(folder, content))
+        check_setup_file(write(tmp_path, content))
 
 
 @pytest.mark.parametrize(
@@ -103,29 +96,35 @@ def test_no_get_trainer(folder: Path, content: str) -> None:
         "try:\n    import a\nexcept ImportError:\n    def get_trainer(): ...",
     ],
 )
-def test_every_way_to_define_it_is_recognised_without_running_the_file(folder: Path, content: str) -> None:
-    check_setup_file(write(folder, content))
+def test_every_way_to_define_it_is_recognised_without_running_the_file(tmp_path: Path, content: str) -> None:
+    check_setup_file(write(tmp_path, content))
 
 
-def test_a_star_import_that_brings_no_get_trainer(folder: Path) -> None:
-    write(folder, "x = 1", "empty_neighbour.py")
-    with pytest.raises(SetupFileError, match=r"get_trainer in .* is not a function but NoneType"):
-        load_trainer(write(folder, "from empty_neighbour import *"))
+NOT_ONE = r"get_trainer\(\) in .* must return a trl.GRPOTrainer, but .*"
 
 
 @pytest.mark.parametrize(
-    ("value", "described"),
-    [("None", r"returned None \(is a `return` missing\?\)"), ("3", "returned a builtins.int"), ("{}", "builtins.dict")],
+    ("content", "said"),
+    [
+        ("from empty_neighbour import *", "get_trainer in .* is not a function but NoneType"),
+        ("def get_trainer(): return None", NOT_ONE + r"returned None \(is a `return` missing\?\)"),
+        ("def get_trainer(): return 3", NOT_ONE + "returned a builtins.int"),
+        ("def get_trainer(): return {}", NOT_ONE + "builtins.dict"),
+        ("def get_trainer(model): ...", r"failed:\n(.|\n)*missing 1 required positional argument: 'model'"),
+        (
+            "import no_such_module_anywhere\ndef get_trainer(): ...",
+            "ModuleNotFoundError: No module named 'no_such_module_anywhere'",
+        ),
+    ],
 )
-def test_get_trainer_returns_something_else(folder: Path, value: str, described: str) -> None:
-    with pytest.raises(
-        SetupFileError, match=rf"get_trainer\(\) in .* must return a trl.GRPOTrainer, but .*{described}"
-    ):
-        load_trainer(write(folder, f"def get_trainer(): return {value}"))
+def test_what_makes_no_trainer(tmp_path: Path, content: str, said: str) -> None:
+    write(tmp_path, "x = 1", "empty_neighbour.py")
+    with pytest.raises(SetupFileError, match=said):
+        load_trainer(write(tmp_path, content))
 
 
-def test_a_file_that_raises_shows_its_own_frames_only(folder: Path) -> None:
-    path = write(folder, "import json\njson.loads('{')\ndef get_trainer(): ...")
+def test_a_file_that_raises_shows_its_own_frames_only(tmp_path: Path) -> None:
+    path = write(tmp_path, "import json\njson.loads('{')\ndef get_trainer(): ...")
     with pytest.raises(SetupFileError) as failure:
         load_trainer(path)
     first, frame, *_, last = str(failure.value).splitlines()
@@ -135,9 +134,9 @@ def test_a_file_that_raises_shows_its_own_frames_only(folder: Path) -> None:
     assert "setup_file.py" not in str(failure.value) and "importlib" not in str(failure.value)
 
 
-def test_a_get_trainer_that_raises_shows_the_user_s_frames_only(folder: Path) -> None:
+def test_a_get_trainer_that_raises_shows_the_user_s_frames_only(tmp_path: Path) -> None:
     path = write(
-        folder,
+        tmp_path,
         """
         def helper():
             raise FileNotFoundError("no model at models/x")
@@ -155,10 +154,10 @@ def test_a_get_trainer_that_raises_shows_the_user_s_frames_only(folder: Path) ->
 
 
 def test_a_model_that_cannot_be_loaded_is_a_sentence_and_its_traceback_goes_to_the_log(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(
-        folder,
+        tmp_path,
         """
         class AutoModel:
             @classmethod
@@ -180,43 +179,31 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence_and_its_traceback_goes_to_t
     assert "in from_pretrained" in capsys.readouterr().err
 
 
-def test_a_get_trainer_with_required_arguments(folder: Path) -> None:
-    path = write(folder, "def get_trainer(model): ...")
-    with pytest.raises(SetupFileError, match=r"failed:\n(.|\n)*missing 1 required positional argument: 'model'"):
-        load_trainer(path)
-
-
-def test_the_file_can_import_its_neighbours(folder: Path) -> None:
-    write(folder, "from trl import GRPOTrainer as Trainer", "my_neighbour.py")
-    path = write(folder, "def get_trainer():\n    from my_neighbour import Trainer\n    return Trainer()")
+def test_the_file_can_import_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, "from trl import GRPOTrainer as Trainer", "my_neighbour.py")
+    path = write(tmp_path, "def get_trainer():\n    from my_neighbour import Trainer\n    return Trainer()")
     assert isinstance(load_trainer(path), FakeTrainer)
 
 
-def test_nothing_beside_a_file_that_we_wrote_is_imported(folder: Path) -> None:
-    write(folder, "raise SystemExit", "my_other_neighbour.py")
-    path = folder / "written.py"
+def test_nothing_beside_a_file_that_we_wrote_is_imported(tmp_path: Path) -> None:
+    write(tmp_path, "raise SystemExit", "my_other_neighbour.py")
+    path = tmp_path / "written.py"
     path.write_text(GENERATED + dedent(GOOD) + "import my_other_neighbour\n")
     with pytest.raises(SetupFileError, match="No module named 'my_other_neighbour'"):
         load_trainer(path)
 
 
-def test_a_missing_module_is_named(folder: Path) -> None:
-    path = write(folder, "import no_such_module_anywhere\ndef get_trainer(): ...")
-    with pytest.raises(SetupFileError, match="ModuleNotFoundError: No module named 'no_such_module_anywhere'"):
-        load_trainer(path)
-
-
-def test_classes_of_the_file_can_be_found_by_name(folder: Path) -> None:
+def test_classes_of_the_file_can_be_found_by_name(tmp_path: Path) -> None:
     """`pickle` and `typing.get_type_hints` look a class up in `sys.modules`."""
-    path = write(folder, GOOD + "\n    class Mine(GRPOTrainer): ...\n")
+    path = write(tmp_path, GOOD + "\n    class Mine(GRPOTrainer): ...\n")
     load_trainer(path)
     mine = sys.modules[MODULE_NAME].Mine
     assert mine.__module__ == MODULE_NAME
 
 
-def test_a_file_that_parses_its_command_line_reads_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_parses_its_command_line_reads_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(
-        folder,
+        tmp_path,
         """
         import argparse, sys
 
