@@ -102,17 +102,13 @@ def test_the_optimizer_named_decides_its_memory(optimizer: str, nbytes: int) -> 
     assert trainer_parts(facts(optimizer=optimizer))["optimizer"] == nbytes
 
 
-def test_an_adapter_trains_and_publishes_little() -> None:
-    adapter = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
-    of = facts(parameters=adapter)
-    assert (trainer_parts(of)["gradients"], trainer_parts(of)["optimizer"]) == (40_000, 80_000)
-    assert published_bytes(of) == 3 * 40_000, "the trainer uses the frozen weights that it publishes"
-    assert server_bytes(of) == 4 * MILLION + 40_000 + 80_000 + published_bytes(of)
+ADAPTER = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
 
 
 @pytest.mark.parametrize(
     ("changes", "published", "server"),
     [
+        ({}, 3 * 40_000, 4_120_000 + 3 * 40_000),  # the trainer uses the frozen weights that it publishes
         ({"sharded_over": 2}, 3 * 40_000 + 3_960_000, 4_120_000 + 3 * 40_000 + 3_960_000),
         ({"published_in_host_memory": True}, 3 * 40_000 + 3_960_000, 4_120_000),
         ({"published_in_bf16": True}, 3 * 20_000 + 1_980_000, 4_120_000 + 3 * 20_000 + 1_980_000),
@@ -121,19 +117,18 @@ def test_an_adapter_trains_and_publishes_little() -> None:
 def test_frozen_weights_are_held_twice_where_the_trainer_cannot_use_what_it_publishes(
     changes: dict[str, Any], published: int, server: int
 ) -> None:
-    adapter = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
-    of = facts(parameters=adapter, **changes)
+    of = facts(parameters=ADAPTER, **changes)
     assert (published_bytes(of), server_bytes(of)) == (published, server)
+    assert (trainer_parts(of)["gradients"], trainer_parts(of)["optimizer"]) == (40_000, 80_000)
 
 
 def test_a_quantised_base_is_published_as_it_is() -> None:
-    base = Parameters(count=MILLION, trained=10_000, nbytes=540_000, trained_bytes=40_000, dtypes={"uint8": 500_000})
+    base = replace(ADAPTER, nbytes=540_000, dtypes={"uint8": 500_000})
     assert published_bytes(facts(parameters=base, published_in_bf16=True)) == 3 * 20_000
 
 
 def test_a_gradient_of_each_task_is_counted_beside_that_of_the_model() -> None:
-    adapter = replace(facts().parameters, trained=10_000, trained_bytes=40_000)
-    without, of = (facts(parameters=adapter, gradients_besides=tasks) for tasks in (0, 3))
+    without, of = (facts(parameters=ADAPTER, gradients_besides=tasks) for tasks in (0, 3))
     assert trainer_bytes(of) - trainer_bytes(without) == trainer_parts(of)["gradients of each task"] == 3 * 40_000
     assert server_bytes(of) - server_bytes(without) == 3 * 40_000
 

@@ -15,14 +15,10 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.paths import STOPPED, RunDir, RunState
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.training import checkpoints
+from async_grpo.training.sharding import DEEPSPEED, FSDP, CheckpointLayout
 from kit.plans import planned
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "accelerate"
-FILES = {
-    "deepspeed": [f"global_step2/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)],
-    "fsdp": ["pytorch_model_fsdp_0/.metadata"],
-    "plain": ["optimizer.pt"],
-}
 
 
 def ranks(name: str | None) -> AccelerateConfig:
@@ -35,38 +31,28 @@ def trainer(**args: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("written_by", "now", "sentence"),
+    ("name", "layout"),
     [
-        ("deepspeed", None, r"with DeepSpeed over 2 ranks, and this one trains without FSDP or DeepSpeed"),
-        ("deepspeed", "ddp", r"with DeepSpeed over 2 ranks, and this one trains without FSDP or DeepSpeed"),
-        ("deepspeed", "fsdp2", r"with DeepSpeed over 2 ranks, and this one trains with FSDP"),
-        ("deepspeed", "zero3", None),
-        ("fsdp", None, r"with FSDP, and this one trains without"),
-        ("fsdp", "fsdp2", None),
-        ("plain", "zero3", r"without FSDP or DeepSpeed, and this one trains with DeepSpeed over 2 ranks"),
-        ("plain", "fsdp2", r"without FSDP or DeepSpeed, and this one trains with FSDP"),
-        ("plain", "ddp", None),
-        ("plain", None, None),
+        ("zero3", CheckpointLayout(DEEPSPEED, 2)),
+        ("fsdp2", CheckpointLayout(FSDP)),
+        ("ddp", CheckpointLayout("")),
+        (None, CheckpointLayout("")),
     ],
 )
-def test_a_resume_of_another_kind_of_sharding_is_refused(
-    written_by: str, now: str | None, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resume_needs_a_checkpoint_of_its_own_kind_of_sharding(
+    name: str | None, layout: CheckpointLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = tmp_path / "out" / "checkpoint-2"
-    for name in FILES[written_by]:
-        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / name).touch()
+    """Which ones are refused: tests/unit/training/test_sharding.py."""
     (tmp_path / "run").mkdir()
     RunDir(tmp_path / "run").write_state(RunState(run_id="r", state=STOPPED, plan=planned(), started=""))
-    found = SimpleNamespace(path=checkpoint, state=SimpleNamespace(passes_done=0))
+    found = SimpleNamespace(path=tmp_path / "out" / "checkpoint-2", state=SimpleNamespace(passes_done=0))
+    checked: list[Any] = []
     monkeypatch.setattr(output_dir, "find_checkpoint", lambda *given: found)
     monkeypatch.setattr(checkpoints, "refuse_another_model", lambda *given: None)
+    monkeypatch.setattr(checkpoints, "check_layout", lambda *given: checked.append(given))
     question = Question(plan=planned(tmp_path / "c.py", resume=True), run_dir=tmp_path / "run")
-    if sentence is None:
-        assert trainer_facts._checkpoints(trainer(), question, ranks(now))["resumes_from"] == str(checkpoint)
-        return
-    with pytest.raises(UnsupportedError, match=sentence):
-        trainer_facts._checkpoints(trainer(), question, ranks(now))
+    assert trainer_facts._checkpoints(trainer(), question, ranks(name))["resumes_from"] == str(found.path)
+    assert checked == [(found.path, layout)]
 
 
 @pytest.mark.parametrize(("name", "over"), [("ddp", 1), ("fsdp2", 2), ("zero3", 2)])
