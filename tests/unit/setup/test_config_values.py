@@ -127,6 +127,11 @@ def test_every_command_refuses_it_before_it_does_anything(
     assert list(tmp_path.iterdir()) == []
 
 
+def load(folder: Path, text: str, **values: str) -> Any:
+    (folder / "my_trainer.py").write_text(text)
+    return load_trainer(folder / "my_trainer.py", config_values=values)
+
+
 IN_GET_TRAINER = """
 from trl import GRPOConfig, GRPOTrainer
 
@@ -155,11 +160,9 @@ def get_trainer():
 
 @pytest.mark.parametrize("text", [IN_GET_TRAINER, AT_THE_TOP, A_SUBCLASS])
 def test_it_reaches_the_configuration_before_it_checks_itself(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "my_trainer.py"
-    file.write_text(text)
-    trainer = load_trainer(file, config_values={"learning_rate": "1e-5", "num_generations": "4"})
+    trainer = load(tmp_path, text, learning_rate="1e-5", num_generations="4")
     assert (trainer.args.learning_rate, trainer.args.generation_batch_size) == (1e-5, 4)
-    assert load_trainer(file).args.learning_rate == 3e-6, "another trainer is as its file says"
+    assert load(tmp_path, text).args.learning_rate == 3e-6, "another trainer is as its file says"
 
 
 NO_CONFIGURATION = """
@@ -179,20 +182,16 @@ def get_trainer():
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [(NO_CONFIGURATION, "makes no GRPOConfig"), (CHANGED_AFTERWARDS, "the trainer has 3e-06")]
+    ("text", "name", "reason"),
+    [
+        (NO_CONFIGURATION, "learning_rate", "makes no GRPOConfig"),
+        (CHANGED_AFTERWARDS, "learning_rate", "the trainer has 3e-06"),
+        (IN_GET_TRAINER, "lam", "it is a field of PPOConfig, .* a FakeConfig"),
+    ],
 )
-def test_what_would_have_no_effect_is_refused(text: str, reason: str, tmp_path: Path) -> None:
-    file = tmp_path / "my_trainer.py"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=f"--set learning_rate.* has no effect: .*{reason}"):
-        load_trainer(file, config_values={"learning_rate": "1e-5"})
-
-
-def test_a_field_of_a_critic_needs_its_configuration(tmp_path: Path) -> None:
-    file = tmp_path / "my_trainer.py"
-    file.write_text(IN_GET_TRAINER)
-    with pytest.raises(UsageError, match=r"--set lam=.95 has no effect: it is a field of PPOConfig, .* a FakeConfig"):
-        load_trainer(file, config_values={"lam": ".95"})
+def test_what_would_have_no_effect_is_refused(text: str, name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--set {name}=.5 has no effect: .*{reason}"):
+        load(tmp_path, text, **{name: ".5"})
 
 
 def test_the_file_decides_when_trl_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,13 +206,12 @@ def test_the_file_decides_when_trl_is_imported(tmp_path: Path, monkeypatch: pyte
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
-    file = tmp_path / "my_trainer.py"
     made = "args = GRPOConfig()\nargs.__post_init__()\n"
     first = "import sys\nassert 'trl' not in sys.modules\nfrom trl import GRPOConfig, GRPOTrainer\n"
-    file.write_text(first + made + "def get_trainer():\n    return GRPOTrainer(args=args)\n")
+    text = first + made + "def get_trainer():\n    return GRPOTrainer(args=args)\n"
     before = list(sys.meta_path)
     try:
-        assert load_trainer(file, config_values={"learning_rate": "1e-5"}).args.learning_rate == 1e-5
+        assert load(tmp_path, text, learning_rate="1e-5").args.learning_rate == 1e-5
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
             del sys.modules[name]
@@ -229,20 +227,16 @@ def get_trainer():
 
 
 def test_a_batch_that_does_not_divide_gets_the_numbers_that_fit(tmp_path: Path) -> None:
-    file = tmp_path / "my_trainer.py"
-    file.write_text(A_MISFIT)
     with pytest.raises(BatchError, match=r"batch of 8 .* not divisible by num_generations=3.*Set one of: "):
-        load_trainer(file)
-    assert load_trainer(file, config_values={"num_generations": "4"}).args.num_generations == 4
+        load(tmp_path, A_MISFIT)
+    assert load(tmp_path, A_MISFIT, num_generations="4").args.num_generations == 4
 
 
 def test_a_process_on_the_cpu_says_so_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "my_trainer.py"
-    file.write_text(IN_GET_TRAINER)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert load_trainer(file).args.use_cpu is False
+    assert load(tmp_path, IN_GET_TRAINER).args.use_cpu is False
     hold_to_device("cpu", os.environ)
-    assert load_trainer(file).args.use_cpu is True
+    assert load(tmp_path, IN_GET_TRAINER).args.use_cpu is True
 
 
 def test_two_that_wait_for_the_same_module_both_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional
 
 from async_grpo.setup.trl_compat import TorchLogProbs
 
@@ -26,13 +25,15 @@ def inputs() -> dict[str, torch.Tensor]:
 def logits_by_hand(
     inputs: dict[str, torch.Tensor], temperature: float, softcap: float | None, scale: float, bias: bool
 ) -> torch.Tensor:
-    logits = inputs["hidden"] @ inputs["weight"].T
-    if bias:
-        logits = logits + inputs["bias"]
+    logits = inputs["hidden"] @ inputs["weight"].T + inputs["bias"] * bias
     logits = logits * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits / temperature
+
+
+def of_targets(logits: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.log_softmax(logits.float(), -1).gather(1, inputs["targets"][:, None])[:, 0]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -45,24 +46,14 @@ def test_values_and_gradients(
     weights = torch.arange(1.0, N + 1)  # so that each row's gradient counts
 
     logits = logits_by_hand(inputs, temperature, softcap, scale, bias)
-    expected = -functional.cross_entropy(logits, inputs["targets"], reduction="none")
+    expected = of_targets(logits, inputs)
     probabilities = torch.softmax(logits, -1)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     expected_gradients = torch.autograd.grad((weights * (expected + 0.1 * entropy)).sum(), leaves)
 
-    ours = TorchLogProbs.apply(
-        inputs["hidden"],
-        inputs["weight"],
-        inputs["bias"] if bias else None,
-        inputs["targets"],
-        temperature,
-        3,
-        softcap,
-        scale,
-        ALL,
-    )
+    head = (inputs["hidden"], inputs["weight"], inputs["bias"] if bias else None)
+    ours = TorchLogProbs.apply(*head, inputs["targets"], temperature, 3, softcap, scale, ALL)
     logprobs, our_entropy, log_sum_sq, mean_logits, is_top1 = ours
-    assert our_entropy is not None and log_sum_sq is not None and mean_logits is not None and is_top1 is not None
     gradients = torch.autograd.grad((weights * (logprobs + 0.1 * our_entropy)).sum(), leaves)
 
     torch.testing.assert_close(logprobs, expected)
@@ -83,10 +74,8 @@ def test_only_what_is_asked_for_is_computed(inputs: dict[str, torch.Tensor]) -> 
 def test_half_precision_is_summed_up_in_single(inputs: dict[str, torch.Tensor]) -> None:
     hidden, weight = inputs["hidden"].bfloat16(), inputs["weight"].bfloat16()
     logprobs, entropy, *_ = TorchLogProbs.apply(hidden, weight, None, inputs["targets"], 1.0, 256, outputs=ALL)
-    assert logprobs.dtype == torch.float32
-    assert entropy is not None and entropy.dtype == torch.float32
-    expected = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, inputs["targets"][:, None])[:, 0]
-    torch.testing.assert_close(logprobs, expected)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(logprobs, of_targets(hidden @ weight.T, inputs))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -95,13 +84,11 @@ def test_a_head_of_another_precision_is_cast_to_that_of_the_states(inputs: dict[
     weight, offset = inputs["weight"].bfloat16(), inputs["bias"].bfloat16() if bias else None
     logprobs, *_ = TorchLogProbs.apply(inputs["hidden"], weight, offset, inputs["targets"], 1.0, 256)
     logits = inputs["hidden"] @ weight.float().T + (offset.float() if offset is not None else 0)
-    expected = torch.log_softmax(logits, -1).gather(1, inputs["targets"][:, None])[:, 0]
-    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(logprobs, of_targets(logits, inputs))
 
 
 def test_under_autocast_all_of_the_product_is_of_its_precision(inputs: dict[str, torch.Tensor]) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs, *_ = TorchLogProbs.apply(inputs["hidden"], inputs["weight"], None, inputs["targets"], 1.0, 256)
-    logits = (inputs["hidden"].bfloat16() @ inputs["weight"].bfloat16().T).float()
-    expected = torch.log_softmax(logits, -1).gather(1, inputs["targets"][:, None])[:, 0]
-    torch.testing.assert_close(logprobs, expected)
+    logits = inputs["hidden"].bfloat16() @ inputs["weight"].bfloat16().T
+    torch.testing.assert_close(logprobs, of_targets(logits, inputs))
