@@ -31,6 +31,25 @@ def call(tool: Callable[..., Any], **arguments: Any) -> Call:
     return Call(tool.__name__, tool, arguments)
 
 
+def thread_safe(tool: Callable[..., Any]) -> Callable[..., Any]:
+    tool.thread_safe = True  # type: ignore[attr-defined]
+    return tool
+
+
+class Crowd:
+    """A tool that counts how many of its calls run at a time."""
+
+    def __init__(self) -> None:
+        self._running, self.most = [], 0  # type: ignore[var-annotated]
+
+    def busy(self) -> str:
+        self._running.append("")
+        self.most = max(self.most, len(self._running))
+        threading.Event().wait(0.002)
+        self._running.pop()
+        return ""
+
+
 def later(tool: Callable[..., Any], **arguments: Any) -> Call:
     return Call(tool.__name__, tool, arguments, coroutine=tool(**arguments))
 
@@ -57,26 +76,31 @@ def outcome(tool: Callable[..., Any], **options: Any) -> Outcome:
 
 
 @pytest.fixture
-def released() -> Iterator[threading.Event]:
-    """Set at the end: what hangs in a test ends."""
+def hang() -> Iterator[Any]:
+    """A tool that hangs until the end of the test, or until `released` is set."""
     event = threading.Event()
-    yield event
+
+    def hang() -> None:
+        event.wait(DEADLINE_S)
+
+    hang.released = event  # type: ignore[attr-defined]
+    yield hang
     event.set()
 
 
 def test_what_is_thread_safe_runs_side_by_side() -> None:
     met = threading.Barrier(16)
 
+    @thread_safe
     def meet() -> int:
         return met.wait(DEADLINE_S)
 
-    meet.thread_safe = True  # type: ignore[attr-defined]
     results = outcomes([[lambda: call(meet)]] * 16)
     assert sorted(one.value for [one] in results) == sorted(map(str, range(16)))
 
 
 def test_a_call_is_noted_before_it_is_made_and_until_it_ends_or_is_given_up(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+    hang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = Activity()
     monkeypatch.setattr(module, "activity", noted)
@@ -91,9 +115,6 @@ def test_a_call_is_noted_before_it_is_made_and_until_it_ends_or_is_given_up(
     async def look_later() -> str:
         return look()
 
-    def hang() -> None:
-        released.wait(DEADLINE_S)
-
     [[first, second]] = outcomes([[lambda: call(look), lambda: later(look_later)]])
     assert (first.value, second.value) == ("look", "look_later")
     assert isinstance(outcome(hang, timeout_s=0.05).error, ToolFailed)
@@ -101,16 +122,7 @@ def test_a_call_is_noted_before_it_is_made_and_until_it_ends_or_is_given_up(
 
 
 def test_any_other_tool_runs_one_call_at_a_time_beside_other_tools() -> None:
-    met = threading.Barrier(2)
-    running: list[str] = []
-    most: list[int] = []
-
-    def alone() -> str:
-        running.append("")
-        most.append(len(running))
-        threading.Event().wait(0.002)
-        running.pop()
-        return "done"
+    met, crowd = threading.Barrier(2), Crowd()
 
     def left() -> int:
         return met.wait(DEADLINE_S)
@@ -118,8 +130,8 @@ def test_any_other_tool_runs_one_call_at_a_time_beside_other_tools() -> None:
     def right() -> int:
         return met.wait(DEADLINE_S)
 
-    outcomes([[lambda: call(alone)]] * 8 + [[lambda: call(left)], [lambda: call(right)]])
-    assert max(most) == 1
+    outcomes([[lambda: call(crowd.busy)]] * 8 + [[lambda: call(left)], [lambda: call(right)]])
+    assert crowd.most == 1
 
 
 def test_the_methods_of_two_environments_are_one_tool_unless_their_class_is_thread_safe() -> None:
@@ -190,28 +202,15 @@ def test_async_tools_of_all_dialogues_are_awaited_together() -> None:
 
 
 def test_no_more_calls_than_the_limit_run_at_a_time() -> None:
-    running: list[str] = []
-    most: list[int] = []
-
-    def busy() -> str:
-        running.append("")
-        most.append(len(running))
-        threading.Event().wait(0.002)
-        running.pop()
-        return ""
-
-    busy.thread_safe = True  # type: ignore[attr-defined]
+    crowd = Crowd()
+    busy = thread_safe(lambda: crowd.busy())
     outcomes([[lambda: call(busy)]] * 12, at_once=3)
-    assert max(most) <= 3
+    assert crowd.most <= 3
 
 
 def test_calls_of_one_message_run_in_their_order() -> None:
     order: list[int] = []
-
-    def note(n: int) -> None:
-        order.append(n)
-
-    note.thread_safe = True  # type: ignore[attr-defined]
+    note = thread_safe(lambda n: order.append(n))
     outcomes([[lambda n=n: call(note, n=n) for n in range(5)]])  # type: ignore[misc]
     assert order == list(range(5))
 
@@ -241,7 +240,6 @@ class Textless(Exception):
     ],
 )
 def test_what_a_tool_raises_is_a_text(tool: Callable[[], Any], text: str) -> None:
-    tool.__name__ = "tool"
     error = outcome(tool).error
     assert str(error).startswith(text)
     assert len(str(error)) < MOST_TEXT
@@ -259,17 +257,11 @@ def test_what_a_tool_raises_is_a_text(tool: Callable[[], Any], text: str) -> Non
     ],
 )
 def test_what_a_tool_returns_is_a_text_or_blocks(result: Any, text: Any) -> None:
-    def tool() -> Any:
-        return result
-
-    assert outcome(tool).value == (result if text is None else text)
+    assert outcome(lambda: result).value == (result if text is None else text)
 
 
 def test_a_result_without_a_text_is_an_error() -> None:
-    def tool() -> Any:
-        return Textless()
-
-    assert str(outcome(tool).error) == "no text"
+    assert str(outcome(Textless).error) == "no text"
 
 
 def test_an_async_tool_that_exits_or_took_no_arguments() -> None:
@@ -330,7 +322,7 @@ def test_an_async_tool_that_is_cancelled_from_within_is_an_error() -> None:
     assert str(two.error) == "Error: GeneratorExit: "
 
 
-def test_an_async_tool_that_never_began_is_not_left_behind(released: threading.Event) -> None:
+def test_an_async_tool_that_never_began_is_not_left_behind(hang: Any) -> None:
     """Something blocks the loop of async tools, and the time of a call ends before it begins."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -339,9 +331,9 @@ def test_an_async_tool_that_never_began_is_not_left_behind(released: threading.E
 
     async def run() -> None:
         tools, owner = made(users_loop=lambda: loop, timeout_s=0.05), set[int]()
-        loop.call_soon_threadsafe(released.wait, DEADLINE_S)
+        loop.call_soon_threadsafe(hang)
         await tools.run([given], owner)
-        released.set()
+        hang.released.set()
         await until(lambda: not tools.still_running(owner))
 
     asyncio.run(run())
@@ -351,7 +343,7 @@ def test_an_async_tool_that_never_began_is_not_left_behind(released: threading.E
     assert inspect.getcoroutinestate(given.coroutine) == inspect.CORO_CLOSED
 
 
-def test_async_tools_that_nobody_waits_for_any_more_are_not_begun() -> None:
+def test_async_tools_that_nobody_waits_for_any_more_are_not_begun(hang: Any) -> None:
     async def run() -> None:
         tools = made()
         dialogue = asyncio.create_task(tools.run([call(hang), waits]))
@@ -359,40 +351,29 @@ def test_async_tools_that_nobody_waits_for_any_more_are_not_begun() -> None:
         dialogue.cancel()
         await asyncio.wait([dialogue])
 
-    def hang() -> None:
-        ended.wait(DEADLINE_S)
-
-    ended, waits = threading.Event(), later(asyncio.sleep, delay=0)
+    waits = later(asyncio.sleep, delay=0)
     asyncio.run(run())
-    ended.set()
     assert inspect.getcoroutinestate(waits.coroutine) == inspect.CORO_CLOSED
 
 
-def test_a_tool_that_hangs_is_given_up_and_others_of_its_name_go_on(released: threading.Event) -> None:
-    begun: list[int] = []
+def test_a_tool_that_hangs_is_given_up_and_others_of_its_name_go_on(hang: Any) -> None:
+    begun = iter([hang])
 
-    def hang() -> str:
-        begun.append(1)
-        if len(begun) == 1:
-            released.wait(DEADLINE_S)
+    def hangs_once() -> str:
+        next(begun, lambda: None)()
         return "done"
 
     async def waits() -> None:
         await asyncio.sleep(DEADLINE_S)
 
-    results = outcomes([[lambda: call(hang)], [lambda: call(hang)], [lambda: later(waits)]], timeout_s=1.0)
-    assert "Error: hang did not return within 1 s" in str(results[0][0].error)
+    results = outcomes([[lambda: call(hangs_once)]] * 2 + [[lambda: later(waits)]], timeout_s=1.0)
+    assert "Error: hangs_once did not return within 1 s" in str(results[0][0].error)
     assert results[1][0].value == "done"
     assert "waits did not return" in str(results[2][0].error)
 
 
-def test_too_many_threads_that_are_left_behind_end_the_worker(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_threads_that_are_left_behind_end_the_worker(hang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_LEFT_BEHIND", 2)
-
-    def hang() -> None:
-        released.wait(DEADLINE_S)
 
     async def run() -> None:
         tools, owner = made(timeout_s=0.02), set[int]()
@@ -402,7 +383,7 @@ def test_too_many_threads_that_are_left_behind_end_the_worker(
         await tools.run([call(hang)])
         with pytest.raises(GeneratorError, match=r"3 tool calls still run after their 0\.02 s .*hang \(3\)"):
             tools.check()
-        released.set()
+        hang.released.set()
         await until(lambda: not tools.still_running(owner))
         tools.check()
 

@@ -182,16 +182,16 @@ def get_trainer():
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "reason"),
+    ("text", "said"),
     [
-        (NO_CONFIGURATION, "learning_rate", "makes no GRPOConfig"),
-        (CHANGED_AFTERWARDS, "learning_rate", "the trainer has 3e-06"),
-        (IN_GET_TRAINER, "lam", "it is a field of PPOConfig, .* a FakeConfig"),
+        (NO_CONFIGURATION, "learning_rate has no effect: the setup file makes no GRPOConfig"),
+        (CHANGED_AFTERWARDS, "learning_rate=.5 has no effect: the trainer has 3e-06"),
+        (IN_GET_TRAINER, "lam=.5 has no effect: it is a field of PPOConfig, .* a FakeConfig"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(text: str, name: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"--set {name}=.5 has no effect: .*{reason}"):
-        load(tmp_path, text, **{name: ".5"})
+def test_what_would_have_no_effect_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"--set {said}"):
+        load(tmp_path, text, **{said.partition("=")[0].partition(" ")[0]: ".5"})
 
 
 def test_the_file_decides_when_trl_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
