@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,14 +36,12 @@ class FakeTRL:
         self.code = code
         self.trainer = SimpleNamespace(environment_factories=environments or None, rollout_func=None)
         self.forks = 0
-        self.used: list[FakeTRL] = []
 
     def fork(self) -> FakeTRL:
         self.forks += 1
         return copy.copy(self)
 
     def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[Any]:
-        self.used.append(self)
         return [Made(self.code(sample, job.row), version) for job in jobs]
 
     def sampling_of(self, job: Job) -> dict[str, Any]:
@@ -100,6 +99,25 @@ def turns_of(code: Code, engine: PlayedEngine | None = None, **options: bool) ->
     return Turns(FakeTRL(code, **options), engine or PlayedEngine())  # type: ignore[arg-type]
 
 
+def waiting(code: Code, engine: PlayedEngine, rows: Sequence[Any], turns: int, version: int = 0) -> Turns:
+    """Groups of these rows, once so many turns wait for their tokens."""
+    begun = turns_of(code, engine)
+    found = started(begun, rows, version)
+    step_until(begun, lambda: len(engine.turns) == turns, found)
+    assert not found
+    return begun
+
+
+def completed(turns: Turns, engine: PlayedEngine, error: Exception | None = None) -> list[Any]:
+    """The outcomes of all that waits."""
+    found: list[Any] = []
+    wanted = len(engine.turns)
+    for turn in list(engine.turns):
+        engine.complete(turn, error)
+    step_until(turns, lambda: len(found) == wanted, found)
+    return found
+
+
 def started(turns: Turns, rows: Sequence[Any], version: int = 0) -> list[GroupOutcome]:
     """Start a job for each row; returns what has ended at once."""
     turns.start([job(seq, row=row) for seq, row in enumerate(rows)], version)
@@ -130,39 +148,30 @@ both = pytest.mark.parametrize("joins", [True, False], ids=["a thread each", "on
 @both
 def test_a_group_waits_for_its_tokens_and_gets_them(joins: bool) -> None:
     engine = PlayedEngine(joins=joins, at_once=False)
-    turns = turns_of(one_turn, engine)
-    found = started(turns, [10], version=3)
-    step_until(turns, lambda: len(engine.turns) == 1, found)
-    assert engine.turns[0].prompt_ids == [[10], [11]]
-    assert (engine.turns[0].version, engine.turns[0].turn) == (3, 0)
-    assert found == turns.step() == []
-    engine.complete(engine.turns[0])
-    step_until(turns, lambda: len(found) == 1, found)
-    [outcome] = found
-    assert outcome.group.tokens == ([[110], [111]], [[-1.0], [-1.0]])  # type: ignore[union-attr, comparison-overlap]
+    turns = waiting(one_turn, engine, [10], turns=1, version=3)
+    [asked] = engine.turns
+    assert (asked.prompt_ids, asked.version, asked.turn) == ([[10], [11]], 3, 0)
+    assert turns.step() == []
+    [outcome] = completed(turns, engine)
+    assert outcome.group.tokens == ([[110], [111]], [[-1.0], [-1.0]])
 
 
-def test_turns_are_numbered_and_seeded_each(joins: bool = True) -> None:
+def test_turns_are_numbered_and_seeded_each() -> None:
     def three(sample: Any, row: Any) -> Any:
         return [sample([[row]]) for _ in range(3)]
 
     engine = PlayedEngine()
-    turns = turns_of(three, engine)
-    ended(turns, [10])
+    ended(turns_of(three, engine), [10])
     assert [turn.turn for turn in engine.seen] == [0, 1, 2]
     assert len({turn.seed for turn in engine.seen}) == 3
 
 
 def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
     engine = PlayedEngine(at_once=False)
-    turns = turns_of(one_turn, engine)
+    turns = waiting(one_turn, engine, [10, 20], turns=2)
     trl: Any = turns._trl
-    found = started(turns, [10, 20])
-    step_until(turns, lambda: len(engine.turns) == 2, found)
     assert trl.forks == 1
-    for turn in list(engine.turns):
-        engine.complete(turn)
-    step_until(turns, lambda: len(found) == 2, found)
+    completed(turns, engine)
     engine.at_once = True
     ended(turns, [30])
     assert trl.forks == 1
@@ -172,12 +181,7 @@ def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
 def test_code_that_wants_to_end_the_process_costs_one_group(error: BaseException) -> None:
     """`__init__` of an environment, for one: TRL's trainer is copied on the event loop."""
     turns = turns_of(one_turn)
-    trl: Any = turns._trl
-
-    def fork() -> Any:
-        raise error
-
-    trl.fork = fork
+    turns._trl.fork = Mock(side_effect=error)
     groups = ended(turns, [10, 20])
     assert text(groups[20]) == f"{type(error).__name__}: {error}"
     assert groups[10].error is None
@@ -232,12 +236,9 @@ def test_only_one_group_runs_code_at_a_time() -> None:
 @both
 def test_an_error_of_the_engine_reaches_the_group(joins: bool) -> None:
     engine = PlayedEngine(joins=joins, at_once=False)
-    turns = turns_of(one_turn, engine)
-    found = started(turns, [1])
-    step_until(turns, lambda: len(engine.turns) == 1, found)
-    engine.complete(engine.turns[0], error=ValueError("the prompt is too long"))
-    step_until(turns, lambda: len(found) == 1, found)
-    assert "the prompt is too long" in text(found[0])
+    turns = waiting(one_turn, engine, [1], turns=1)
+    [outcome] = completed(turns, engine, error=ValueError("the prompt is too long"))
+    assert "the prompt is too long" in text(outcome)
 
 
 def test_environments_are_used_again_once_their_group_is_scored() -> None:
@@ -263,9 +264,7 @@ def test_closing_ends_what_waits_for_tokens() -> None:
             outcomes.append(str(error))
             raise
 
-    turns = turns_of(code, engine)
-    step_until(turns, lambda: len(engine.turns) == 2, started(turns, [10, 20]))
-    turns.close()
+    waiting(code, engine, [10, 20], turns=2).close()
     assert engine.closed
     assert outcomes == ["Nobody waits for this group any more."] * 2
 
@@ -279,17 +278,14 @@ def test_closing_starts_no_code_again() -> None:
         begun.append(row)
         return one_turn(sample, row)
 
-    turns = turns_of(code, engine)
-    step_until(turns, lambda: len(engine.turns) == 1, started(turns, [10, 20]))
-    turns.close()
+    waiting(code, engine, [10, 20], turns=1).close()
     assert begun == [10]
 
 
 def test_what_was_dropped_costs_nothing_and_the_next_groups_are_sampled() -> None:
     """As when the weights of the groups in flight were lost: the worker hands their jobs back and goes on."""
     engine = PlayedEngine(at_once=False)
-    turns = turns_of(one_turn, engine)
-    step_until(turns, lambda: len(engine.turns) == 2, started(turns, [10, 20]))
+    turns = waiting(one_turn, engine, [10, 20], turns=2)
     turns.close()
     engine.turns.clear()
     engine.at_once = True
