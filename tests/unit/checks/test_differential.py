@@ -124,8 +124,7 @@ def scores(worker: Any, plain: Any, *more: Note) -> list[Note]:
 
 
 def test_scores_differ_as_the_lines_of_the_rewards_say() -> None:
-    notes = scores([[1.0, 0.0]], [[2.0, 0.0]])
-    of = partial(scored.score_line, ["right", "short"], notes)
+    of = partial(scored.score_line, ["right", "short"], scores([[1.0, 0.0]], [[2.0, 0.0]]))
     assert of({"right": Status.UNKNOWN}).status is Status.UNKNOWN
     assert of({"short": Status.UNKNOWN}).status is Status.DIFFERS
 

@@ -79,8 +79,7 @@ def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("free", "level"), [(50_000_000, "error"), (GB, "warning"), (50 * GB, "ok")])
 def test_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
-    disk = SimpleNamespace(f_bavail=free, f_frsize=1)
-    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
     assert levels(machine.disk_space(Asked(tmp_path))) == {"disk": level}
 
 

@@ -183,8 +183,7 @@ def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
         return False
 
     monkeypatch.setattr(probe, "within", time_is_up)
-    look = look_at_trainer(question(tmp_path / "setup.py"), timeout_s=5)
-    assert "did not answer in 5 s" in look.error
+    assert "did not answer in 5 s" in look_at_trainer(question(tmp_path / "setup.py"), timeout_s=5).error
     until(lambda: all(is_gone(int(pid)) for pid in pids))  # killed, but not our children, so nobody can wait for them
 
 
@@ -195,10 +194,8 @@ def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
     returns.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/pid\nexit 3\n")
     returns.chmod(0o700)
     monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(returns)))
-    look = look_at_trainer(question(tmp_path / "setup.py"))
-    assert "ended with exit code 3" in look.error
-    pid = int((tmp_path / "pid").read_text())
-    until(lambda: is_gone(pid))
+    assert "ended with exit code 3" in look_at_trainer(question(tmp_path / "setup.py")).error
+    until(lambda: is_gone(int((tmp_path / "pid").read_text())))
 
 
 # --- the plan

@@ -82,8 +82,7 @@ def test_greedy_tokens_are_those_of_transformers(make_model: Any, lengths: tuple
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1", "recurrent_gemma"])
 def test_a_model_with_a_state_samples_as_in_transformers(kind: str) -> None:
-    model = with_a_state(kind)
-    theirs, ours, _ = both(model, GROUPS, (20, 3, 7))
+    theirs, ours, _ = both(with_a_state(kind), GROUPS, (20, 3, 7))
     assert theirs.tolist() == ours.tolist()
     assert len(set(map(tuple, ours.tolist()))) > 3, "the prompts must matter"
 
@@ -107,8 +106,7 @@ def test_groups_are_told_once_with_all_that_was_sampled(look_every: int, monkeyp
     monkeypatch.setattr(decoding, "LOOK_EVERY_CPU", look_every)
     lengths = (2, 3, 2, 3, 20, 1, 1, 1, 5, 6, 7, 9)
     loop = begin(plain(), inputs_of(GROUPS, lengths), group_size=4)
-    told = run(loop)
-    assert told == [(0, [2, 3, 2, 3]), (2, [5, 6, 7, 9]), (1, [20, 1, 1, 1])]
+    assert run(loop) == [(0, [2, 3, 2, 3]), (2, [5, 6, 7, 9]), (1, [20, 1, 1, 1])]
     assert loop.lengths_B.tolist() == list(lengths)
 
 

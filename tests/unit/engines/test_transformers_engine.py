@@ -127,8 +127,7 @@ def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model: Qw
 def test_padding_does_not_change_what_is_sampled(model: Qwen3ForCausalLM) -> None:
     greedy = engine_of(model, do_sample=False)
     together, _ = sample(greedy, PROMPTS)
-    alone = [sample(greedy, [prompt])[0][0] for prompt in PROMPTS]
-    assert together == alone
+    assert together == [sample(greedy, [prompt])[0][0] for prompt in PROMPTS]
 
 
 def test_the_same_seed_samples_the_same(model: Qwen3ForCausalLM) -> None:
@@ -210,8 +209,7 @@ def test_a_model_that_generates_by_itself_is_refused(
     its_class: type[Qwen3ForCausalLM], adapted: bool, model: Qwen3ForCausalLM
 ) -> None:
     own: Any = its_class(model.config).eval()
-    engine = engine_of(get_peft_model(own, LoraConfig(r=2)) if adapted else own)
-    [refused] = run(engine, [group(PROMPTS)])
+    [refused] = run(engine_of(get_peft_model(own, LoraConfig(r=2)) if adapted else own), [group(PROMPTS)])
     assert isinstance(refused.error, RunRefused)
     assert f"{its_class.__name__} has a generate of its own" in str(refused.error)
     assert "Take --generator vllm, remove it from the model, let a rollout_func of the trainer call it" in str(

@@ -37,8 +37,7 @@ def body(**changes: Any) -> bytes:
     ],
 )
 def test_what_changes_no_distribution_is_taken(changes: dict[str, Any]) -> None:
-    request = read_request(body(**changes), RULES)
-    assert request.messages == [USER]
+    assert read_request(body(**changes), RULES).messages == [USER]
 
 
 @pytest.mark.parametrize(

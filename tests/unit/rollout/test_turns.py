@@ -210,8 +210,7 @@ def test_an_error_costs_one_group_of_those_that_go_together(joins: bool, when: s
             raise RuntimeError("the tool broke")
         return made
 
-    turns = turns_of(code, PlayedEngine(joins=joins))
-    groups = ended(turns, [10, 20, 30])
+    groups = ended(turns_of(code, PlayedEngine(joins=joins)), [10, 20, 30])
     assert {row: group.error is None for row, group in groups.items()} == {10: True, 20: False, 30: True}
     assert "the tool broke" in text(groups[20])
 
@@ -228,8 +227,7 @@ def test_only_one_group_runs_code_at_a_time() -> None:
             running.remove(row)
         return sample([[row]])
 
-    turns = turns_of(code)
-    ended(turns, list(range(4)))
+    ended(turns_of(code), list(range(4)))
     assert max(most) == 1
 
 
@@ -331,5 +329,4 @@ def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> No
     gone.start()
     gone.join()
     turns._whole._worker_thread = gone
-    groups = ended(turns, [1])
-    assert "worker's thread has ended" in text(groups[1])
+    assert "worker's thread has ended" in text(ended(turns, [1])[1])

@@ -195,10 +195,8 @@ def test_nothing_beside_a_file_that_we_wrote_is_imported(tmp_path: Path) -> None
 
 def test_classes_of_the_file_can_be_found_by_name(tmp_path: Path) -> None:
     """`pickle` and `typing.get_type_hints` look a class up in `sys.modules`."""
-    path = write(tmp_path, GOOD + "\n    class Mine(GRPOTrainer): ...\n")
-    load_trainer(path)
-    mine = sys.modules[MODULE_NAME].Mine
-    assert mine.__module__ == MODULE_NAME
+    load_trainer(write(tmp_path, GOOD + "\n    class Mine(GRPOTrainer): ...\n"))
+    assert sys.modules[MODULE_NAME].Mine.__module__ == MODULE_NAME
 
 
 def test_a_file_that_parses_its_command_line_reads_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,7 @@ def logs(values: list[list[float]]) -> torch.Tensor:
 
 
 def weights(chosen: Rule) -> torch.Tensor:
-    mask = torch.tensor(MASK).bool()
-    return limited(ratios(logs(W), torch.full((2, 4), LOG_MU), mask, chosen.level), chosen)
+    return limited(ratios(logs(W), torch.full((2, 4), LOG_MU), torch.tensor(MASK).bool(), chosen.level), chosen)
 
 
 @pytest.mark.parametrize(("name", "level"), TABLE)

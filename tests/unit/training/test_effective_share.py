@@ -89,8 +89,7 @@ def test_each_step_has_its_own_share() -> None:
     ],
 )
 def test_no_ratio_is_too_large_to_be_computed(log_pi: Any, log_mu: Any, expected: float) -> None:
-    mask = torch.tensor(COMPLETION_MASK).bool()
-    logs = log_ratios(torch.tensor(log_pi), torch.tensor(log_mu), mask)
+    logs = log_ratios(torch.tensor(log_pi), torch.tensor(log_mu), torch.tensor(COMPLETION_MASK).bool())
     assert effective_share(sums_of(logs)[None]) == pytest.approx(expected, abs=1e-9)
 
 

@@ -106,8 +106,7 @@ def test_values_and_gradients_are_those_of_an_explicit_softmax(
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight, _, _ = random_case(2, dtype=torch.float32)
     hidden.requires_grad_()
-    function = over(sets_of([4, 5], [6]))
-    found, *_ = function.apply(hidden, weight, None, torch.tensor([4, 6]), 1.0, 8)
+    found, *_ = over(sets_of([4, 5], [6])).apply(hidden, weight, None, torch.tensor([4, 6]), 1.0, 8)
     found.sum().backward()
     assert hidden.grad is not None and hidden.grad[0].any()
     assert not hidden.grad[1].any(), "the only token that was kept is certain, whatever the weights"

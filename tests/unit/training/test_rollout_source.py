@@ -63,8 +63,7 @@ def test_a_part_of_a_step_begins_with_the_groups_that_are_there_while_others_are
     bench.queue.on_wait = lambda: bench.queue.finish(next(arriving), version=0)
     assert seqs(bench.source.take(0)) == taken
     assert bench.queue.waits == len(finished)
-    rest = sorted(bench.queue.claimed)
-    bench.queue.finish(*rest, version=0)
+    bench.queue.finish(*sorted(bench.queue.claimed), version=0)
     assert sorted([*seqs(bench.source.take(0)), *seqs(bench.source.take(0)), *taken]) == [0, 1, 2, 3, 4, 5]
     assert bench.queue.submitted == [0, 1, 2, 3, 4, 5], "none of the next version before the step"
     bench.step_done(1)
