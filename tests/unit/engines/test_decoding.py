@@ -46,16 +46,14 @@ def with_a_state(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     own = {name: SHAPE[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "initializer_range")}
     state = {**own, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    heads = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
     mamba = {"mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8}
+    window = {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64}
     model: PreTrainedModel = {
         "mamba": lambda: MambaForCausalLM(MambaConfig(**state)),
-        "mamba2": lambda: Mamba2ForCausalLM(
-            Mamba2Config(**state, num_heads=4, head_dim=16, n_groups=1, chunk_size=8),
-        ),
+        "mamba2": lambda: Mamba2ForCausalLM(Mamba2Config(**state, **heads)),
         "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(**SHAPE, head_dim=8, **mamba)),
-        "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(
-            RecurrentGemmaConfig(**{**SHAPE, "num_hidden_layers": 3}, lru_width=32, attention_window_size=64)
-        ),
+        "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**{**SHAPE, **window})),
     }[kind]()
     return model.eval()
 
@@ -123,8 +121,7 @@ def test_rows_end_at_the_lengths_of_their_groups(look_every: int, monkeypatch: p
     """And are the first tokens of what they would be with room for more."""
     monkeypatch.setattr(decoding, "LOOK_EVERY_CPU", look_every)
     run(whole := begin(plain(), inputs_of(GROUPS, (9, 20)), group_size=4))
-    make = partial(SamplingLoop, temperature=1.0, pad_token_id=PAD, group_sizes=[4] * 3, most_tokens=[20, 3, 12])
-    run(loop := plain().generate(**inputs_of(GROUPS, (9, 20)), custom_generate=make))
+    run(loop := begin(plain(), inputs_of(GROUPS, (9, 20)), group_size=4, most_tokens=[20, 3, 12]))
     assert loop.lengths_B.tolist() == [9, 20, 9, 20, 3, 3, 3, 3, 9, 12, 9, 12]
     for cut, row, length in zip(loop.completions_BC, whole.completions_BC, loop.lengths_B, strict=True):
         assert cut[:length].tolist() == row[:length].tolist()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from decoding_models import PROMPTS, begin, inputs_of, plain, run
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig, LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM, TopPLogitsWarper
+from transformers import LogitsProcessorList, TopPLogitsWarper
 
 from async_grpo.engines import decoding
-from async_grpo.engines.decoding import IntegerTopP, SamplingLoop, without_float_cumsum
+from async_grpo.engines.decoding import IntegerTopP, without_float_cumsum
 
 ROUNDED = 1e-5  # distance from the limit up to which a sum of float32 may fall on its other side
 CUDA = torch.device("cuda")
@@ -73,22 +74,7 @@ def test_a_batch_with_top_p_is_sampled_without_what_raises(on_cuda: bool, monkey
     """The stand-in for CUDA raises for transformers' own processor, so what it lets pass has none."""
     if on_cuda:
         monkeypatch.setattr(decoding, "without_float_cumsum", lambda ps, _: without_float_cumsum(ps, CUDA))
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 24, "head_dim": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, num_key_value_heads=2, **shape)).eval()
-    ids = torch.tensor([[0, 0, 5], [6, 7, 8]])
-    settings = GenerationConfig(do_sample=True, top_p=0.9, top_k=0, max_new_tokens=3, pad_token_id=0, eos_token_id=1)
-
-    def decode() -> None:
-        make = partial(SamplingLoop, temperature=1.0, pad_token_id=0, group_sizes=[1, 1])
+    inputs = inputs_of(PROMPTS, do_sample=True, top_p=0.9, top_k=0, max_new_tokens=3)
+    with nullcontext() if on_cuda else pytest.raises(RuntimeError, match="cumsum_cuda_kernel"):
         with torch.no_grad(), AsOnCuda():
-            loop: Any = model.generate(
-                input_ids=ids, attention_mask=(ids != 0).long(), generation_config=settings, custom_generate=make
-            )
-            while not loop.ended:
-                loop.step()
-
-    if on_cuda:
-        decode()
-    else:
-        with pytest.raises(RuntimeError, match="cumsum_cuda_kernel"):
-            decode()
+            run(begin(plain(), inputs))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_models import EOS, PAD, PROMPTS, plain
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
-    Qwen3Config,
     Qwen3ForCausalLM,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -22,27 +22,12 @@ from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.errors import RunRefused
 from kit.engines import group, run, sample, transformers_of
 
-PAD, EOS, OTHER_END = 0, 1, 2
-PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]  # of different lengths, so that two are padded
+OTHER_END = 2
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        initializer_range=0.5,  # far from uniform
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return plain()
 
 
 def engine_of(

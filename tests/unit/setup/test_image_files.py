@@ -28,10 +28,15 @@ def file_of(form: str, *, turned: bool = False, mode: str = "RGB") -> bytes:
     return file.getvalue()
 
 
-def pixels_and_image(data: bytes | str, feature: ImageFeature) -> tuple[Image.Image, EncodedImage]:
+def dataset_of(data: bytes | str, feature: ImageFeature | None = None) -> Dataset:
+    """One row, whose image is stored as bytes or by its path."""
+    stored = {"bytes": None, "path": None, "path" if isinstance(data, str) else "bytes": data}
+    return Dataset.from_list([{"image": stored}], features=Features(image=feature or ImageFeature()))
+
+
+def pixels_and_image(data: bytes | str, feature: ImageFeature | None = None) -> tuple[Image.Image, EncodedImage]:
     """What `datasets` gives for a stored image, and what travels."""
-    stored = {"path": data} if isinstance(data, str) else {"bytes": data}
-    dataset = Dataset.from_list([{"image": {"bytes": None, "path": None, **stored}}], features=Features(image=feature))
+    dataset = dataset_of(data, feature)
     undecoded, as_files = images_as_files(dataset)
     travels = as_files(undecoded[0])["image"]
     assert isinstance(dataset[0]["image"], Image.Image), "the dataset of the user is as it was"
@@ -42,7 +47,7 @@ def pixels_and_image(data: bytes | str, feature: ImageFeature) -> tuple[Image.Im
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_bytes_of_the_file_unless_it_must_be_turned(form: str, turned: bool) -> None:
     data = file_of(form, turned=turned)
-    pixels, travels = pixels_and_image(data, ImageFeature())
+    pixels, travels = pixels_and_image(data)
     assert (travels.data == data) is not turned
     assert travels.open().size == pixels.size == ((6, 9) if turned else (9, 6))
     assert travels.open().tobytes() == pixels.tobytes()
@@ -63,7 +68,7 @@ def test_a_png_may_say_in_text_that_it_is_turned(keyword: str) -> None:
     texts, file = PngInfo(), BytesIO()
     texts.add_itxt(keyword, profile if "exif" in keyword else '<x tiff:Orientation="6"/>')
     Image.new("RGB", (9, 6)).save(file, "PNG", pnginfo=texts)
-    pixels, travels = pixels_and_image(file.getvalue(), ImageFeature())
+    pixels, travels = pixels_and_image(file.getvalue())
     assert pixels.size == travels.open().size == (6, 9)
 
 
@@ -83,7 +88,7 @@ def test_a_mode_that_the_dataset_asks_for() -> None:
 
 def test_a_file_on_disk(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(file_of("JPEG"))
-    _, travels = pixels_and_image(str(tmp_path / "a.jpg"), ImageFeature())
+    _, travels = pixels_and_image(str(tmp_path / "a.jpg"))
     assert travels.data == file_of("JPEG")
 
 
@@ -102,9 +107,7 @@ def test_images_deep_in_a_row_and_rows_without() -> None:
 
 
 def test_a_broken_file_is_left_to_the_worker_whose_group_it_costs() -> None:
-    features = Features(image=ImageFeature())
-    dataset = Dataset.from_list([{"image": {"bytes": b"GIF89a, but broken", "path": None}}], features=features)
-    undecoded, as_files = images_as_files(dataset)
+    undecoded, as_files = images_as_files(dataset_of(b"GIF89a, but broken"))
     with pytest.raises(UnsupportedError, match="cannot be read"):
         as_files(undecoded[0])["image"].open()
 
@@ -113,7 +116,5 @@ def test_a_transform_of_the_user_stays() -> None:
     def shrink(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {"image": [image.resize((3, 3)) for image in rows["image"]]}
 
-    features = Features(image=ImageFeature())
-    dataset = Dataset.from_list([{"image": {"bytes": file_of("PNG"), "path": None}}], features=features)
-    left, as_files = images_as_files(dataset.with_transform(shrink))
+    left, as_files = images_as_files(dataset_of(file_of("PNG")).with_transform(shrink))
     assert as_files(left[0])["image"].open().size == (3, 3)
