@@ -188,6 +188,13 @@ class Bench:
             **options,
         )
 
+    def use(self, *seqs: int, version: int) -> list[RolloutGroup]:
+        """Let workers finish these groups, and the trainer make a step of what it takes then."""
+        self.queue.finish(*seqs, version=version)
+        taken = self.source.take(version)
+        self.step_done(version + 1)
+        return taken
+
     def step_done(self, version: int) -> None:
         """What happens after every optimizer step."""
         self.source.trained()

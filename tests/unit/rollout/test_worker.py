@@ -328,10 +328,6 @@ def test_a_job_that_was_issued_again_is_not_claimed_while_it_is_in_flight(tmp_pa
     assert setting.engine.most == 4
 
 
-def with_gradient(group: GeneratedGroup) -> Scores:
-    return Scores(names=("reward",), rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
-
-
 def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
     unknown = replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})
     guided = replace(job(4), sampling={"eta": 0.2})

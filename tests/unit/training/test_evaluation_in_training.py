@@ -119,9 +119,7 @@ def test_jobs_that_no_step_would_use_are_not_issued_unless_training_goes_on() ->
     bench.source.ends_at = 1
     bench.source.advance(0)
     assert bench.queue.submitted == [0, 1]
-    bench.queue.finish(0, 1, version=0)
-    bench.source.take(0)
-    bench.step_done(1)
+    bench.use(0, 1, version=0)
     assert bench.queue.submitted == [0, 1]
     bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed()[:2], version=1)
     assert seqs(bench.source.take(1)) == [2, 3]

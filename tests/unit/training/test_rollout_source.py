@@ -28,9 +28,7 @@ def test_jobs_carry_the_row_the_seed_and_the_version_that_they_need() -> None:
     assert (first.row, first.num_generations, first.run_id) == ({"n": 0}, 2, RUN)
     assert first.seed == sampling_seed(7, 0) != last.seed == sampling_seed(7, 3)
     assert (last.born_version, last.min_version) == (0, 0)
-    bench.queue.finish(0, 1, version=0)
-    bench.source.take(0)
-    bench.step_done(1)
+    bench.use(0, 1, version=0)
     bench.source.advance(1)
     later = bench.queue.jobs[4]
     assert (later.born_version, later.min_version) == (1, 1), "for round 2, one version old"
@@ -140,9 +138,7 @@ def test_the_log_of_decisions_says_why_a_batch_is_not_complete(decisions: list[s
 def test_groups_of_older_weights_go_before_those_of_newer_ones() -> None:
     bench = begun(schedule(B=2, K=4))
     bench.queue.claim(*range(4))
-    bench.queue.finish(2, 3, version=0)
-    assert seqs(bench.source.take(0)) == [2, 3]
-    bench.step_done(1)
+    assert seqs(bench.use(2, 3, version=0)) == [2, 3]
     bench.queue.claim(4, 5)
     bench.queue.finish(0, version=1)
     bench.queue.finish(4, 5, version=0)
@@ -162,9 +158,7 @@ def test_a_straggler_delays_only_itself() -> None:
 def test_a_group_that_cannot_be_used_later_is_waited_for() -> None:
     bench = begun(schedule(B=2, K=1))
     bench.queue.claim(0, 1)
-    bench.queue.finish(2, 3, version=0)
-    assert seqs(bench.source.take(0)) == [2, 3]  # groups 0 and 1 have one more round, version 1
-    bench.step_done(1)
+    assert seqs(bench.use(2, 3, version=0)) == [2, 3]  # groups 0 and 1 have one more round, version 1
     bench.queue.finish(4, 5, version=1)
     bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.claimed, version=0)
     assert seqs(bench.source.take(1)) == [0, 1]
@@ -176,9 +170,7 @@ def test_a_group_that_cannot_be_used_later_is_waited_for() -> None:
 def test_what_nobody_has_claimed_is_never_waited_for_out_of_turn() -> None:
     """A pending job will be sampled by the newest weights, so it is not old, however long it lies there."""
     bench = begun(schedule(B=1, K=1))
-    bench.queue.finish(1, version=0)
-    assert seqs(bench.source.take(0)) == [1]
-    bench.step_done(1)
+    assert seqs(bench.use(1, version=0)) == [1]
     bench.queue.finish(2, version=1)
     assert seqs(bench.source.take(1)) == [2]
     assert (bench.queue.waits, bench.queue.unclaimed()[0]) == (0, 0)
@@ -200,9 +192,7 @@ def test_a_group_that_an_operator_tried_once_more_is_used_and_no_checkpoint_befo
     bench = begun(schedule(B=2, K=4))
     job = bench.queue.jobs[0]
     bench.queue.fail_for_good(0)
-    bench.queue.finish(1, 2, version=0)
-    bench.source.take(0)
-    bench.step_done(1)
+    bench.use(1, 2, version=0)
     state = bench.source.state_at(1, passes_done=0)
     assert (state.consumed_below, state.unusable) == (3, [0])
     del bench.queue.given_up[0]
@@ -397,9 +387,7 @@ def test_the_sampling_seed_depends_on_run_and_group_and_is_what_torch_takes() ->
 def test_a_deterministic_run_says_where_another_version_had_to_sample(warnings: list[str]) -> None:
     """Groups 2 to 5 were finished at the checkpoint; the file of group 5 was gone when the run was resumed."""
     first = begun(schedule(B=2, K=1), in_order=True)
-    first.queue.finish(0, 1, 2, 3, version=0)
-    first.source.take(0)
-    first.step_done(1)
+    first.use(0, 1, 2, 3, version=0)
     first.queue.finish(4, 5, version=1)
     assert first.source.finish_open(1)
     state = first.source.state_at(1, passes_done=0)
