@@ -173,7 +173,6 @@ def test_a_row_of_one_gpu_that_hangs_is_ended_with_all_that_it_started() -> None
     ran = one_gpu.run(one_gpu.Case(name="", command=hang, steps=5), "cpu", 1)
     assert ran.failure.startswith("0 of 5 steps in its 1 s: ")
     process = subprocess.Popen(hang, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     one_gpu.end(process)
     until(lambda: is_gone(child), "the end of what it started")

@@ -65,7 +65,7 @@ def started(program: str, path: Path, how: str) -> Iterator[subprocess.Popen[str
     command = [sys.executable, "-c", program, str(path), how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert process.stdout.readline() == "ready\n"
             yield process
         finally:
             process.kill()
@@ -73,12 +73,7 @@ def started(program: str, path: Path, how: str) -> Iterator[subprocess.Popen[str
 
 def texts(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as tar:
-        found = {}
-        for entry in tar.getmembers():
-            file = tar.extractfile(entry)
-            assert file is not None
-            found[entry.name.partition("/")[2]] = file.read().decode()
-        return found
+        return {entry.name.partition("/")[2]: tar.extractfile(entry).read().decode() for entry in tar.getmembers()}
 
 
 @pytest.fixture

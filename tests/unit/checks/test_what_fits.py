@@ -160,7 +160,7 @@ def test_the_table_of_7b_with_a_critic_is_what_a_dry_run_says(gpus: int, fits: b
     assert f"{figures[-1] / GB:.1f} GB" in trainer_fit(of, 80 * GB).text
     if gpus == 4:
         change = best_change(of)
-        assert change is not None and change.text == "FSDP2 over 8 GPUs instead of 4"
+        assert change.text == "FSDP2 over 8 GPUs instead of 4"
 
 
 # --- 7 B on 40 GB
@@ -192,7 +192,6 @@ def test_the_recipe_of_7b_has_what_a_dry_run_says(plan: str) -> None:
         held.append(f"{published_bytes(of) / GB:.1f} GB of the host's memory")
     if "the same" not in row:
         found = re.match(r"([\d,]+) tokens .*: ([\d,]+) of", worker_fit(of, 80 * GB).text)
-        assert found is not None
         held += [f"{found[1]} tokens", f"{found[2]} "]
     assert not [figure for figure in held if figure not in row]
 
@@ -234,7 +233,7 @@ def test_the_trainer_of_7b_does_not_fit_and_the_doctor_warns_with_what_helps_mos
     of = of_size(7_616_000_000, QWEN_7B, max_completion_length=1024)
     assert not trainer_fit(of, 40 * GB).fits
     change = best_change(of)
-    assert change is not None and change.text.startswith("LoRA") and change.saved > 70 * GB
+    assert change.text.startswith("LoRA") and change.saved > 70 * GB
     found = [line for line in setup_check.judge(Look(facts=of), 0, 10**12, 40 * GB) if line.subject.endswith("fits")]
     assert [line.level for line in found] == [Level.WARNING] and "LoRA" in found[0].fix
 
@@ -243,15 +242,15 @@ def test_a_part_of_each_group_needs_as_much_as_a_smaller_batch() -> None:
     of = of_size(1_000_000, QWEN_7B, batch=batch(8, group=4))
     smaller = replace(of, batch=batch(4, group=4))
     part, less, more = (activation_bytes(it, on_gpu=True) for it in (replace(of, train_of_group=2), smaller, of))
-    assert part is not None and more is not None and part == less < more
+    assert part == less < more
 
 
 def test_checkpointing_is_what_helps_most_where_activations_rule() -> None:
     of = of_size(1_000_000, QWEN_7B, max_completion_length=4096, gradient_checkpointing=False)
     change = best_change(of)
-    assert change is not None and change.text == "gradient_checkpointing=True"
+    assert change.text == "gradient_checkpointing=True"
     before, after = (activation_bytes(other, on_gpu=True) for other in (of, replace(of, gradient_checkpointing=True)))
-    assert before is not None and after is not None and change.saved == before - after
+    assert change.saved == before - after
 
 
 def test_shards_divide_what_is_held_but_not_what_is_published() -> None:

@@ -278,7 +278,6 @@ def test_a_search_process_that_is_killed_costs_its_calls_a_text() -> None:
     """One call waits for its answer, the next finds nobody; the worker goes on."""
 
     def search(query: str) -> str:
-        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{query}\n".encode())
         found = process.stdout.readline()
         if not found:

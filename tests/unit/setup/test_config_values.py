@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import types
@@ -15,7 +14,7 @@ import pytest
 
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
-from async_grpo.setup import imports, trl_compat
+from async_grpo.setup import trl_compat
 from async_grpo.setup.devices import hold_to_device
 from async_grpo.setup.grpo_config.batch import BatchError
 from async_grpo.setup.grpo_config.values import field_types, parsed
@@ -237,16 +236,3 @@ def test_a_process_on_the_cpu_says_so_to_transformers(tmp_path: Path, monkeypatc
     assert load(tmp_path, IN_GET_TRAINER).args.use_cpu is False
     hold_to_device("cpu", os.environ)
     assert load(tmp_path, IN_GET_TRAINER).args.use_cpu is True
-
-
-def test_two_that_wait_for_the_same_module_both_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "imported_late.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    heard: list[str] = []
-    outer, inner = (
-        imports._WhenImported("imported_late", lambda module, name=name: heard.append(f"{name}: {module.__name__}"))
-        for name in ("outer", "inner")
-    )
-    monkeypatch.setattr(sys, "meta_path", [inner, outer, *sys.meta_path])
-    importlib.import_module("imported_late")
-    assert heard == ["outer: imported_late", "inner: imported_late"]

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from async_grpo.setup import imports
 from async_grpo.setup.imports import when_imported
 
 
@@ -39,3 +40,11 @@ def test_a_module_that_is_there_is_acted_on_at_once(package: str) -> None:
     module, seen = importlib.import_module(package), []
     assert when_imported(package, seen.append) is None
     assert seen == [module]
+
+
+def test_two_that_wait_for_the_same_module_both_hear_of_it(package: str) -> None:
+    heard: list[str] = []
+    for name in ("outer", "inner"):
+        sys.meta_path.insert(0, imports._WhenImported(package, lambda module, name=name: heard.append(name)))
+    importlib.import_module(package)
+    assert heard == ["outer", "inner"]

@@ -34,7 +34,6 @@ def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def says(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
     assert process.stdout.readline() == line + "\n"
 
 
@@ -100,7 +99,6 @@ while True:
     time.sleep(0.05)
 """
     with child(PARENT, grandchild) as parent:
-        assert parent.stdout is not None
         lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
         assert "ready" in lines
         pid = int((lines - {"ready"}).pop())
@@ -117,7 +115,7 @@ def test_a_child_whose_parent_died_before_it_could_ask_ends_too() -> None:
     """
     with child(code) as process:
         assert process.wait(DEADLINE_S) == 0
-        assert process.stdout is not None and process.stdout.read() == ""
+        assert process.stdout.read() == ""
 
 
 def test_the_log_is_one_line_a_message_and_prints_go_through_it() -> None:

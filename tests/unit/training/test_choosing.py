@@ -160,7 +160,6 @@ def test_a_resumed_run_gives_each_job_the_row_that_it_had_and_knows_what_the_che
     issued += islice(rows, 6)
     chooser.close()
     used = read(tmp_path / FILE_NAME)
-    assert used is not None
     again = data.chooser(resume_from=used)
     assert list(islice(again.rows(40), 10)) == issued
     assert again.counts() == used.row_counts == list(map(RowCounts._make, used.row_counts))

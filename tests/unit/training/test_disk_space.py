@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +14,19 @@ from async_grpo.errors import DiskFullError, PeerDiedError
 from async_grpo.settings import ArchiveLimit
 from async_grpo.training.checkpoints import UsedGroups
 
-Usage = namedtuple("Usage", "total used free")
-
 
 def test_waits_until_there_is_space_and_makes_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10, 10, 200])
     asked: list[str] = []
     monkeypatch.setattr(disk_space, "RETRY_S", 0.0)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(1000, 0, next(free)))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free)))
     disk_space.wait_for_space(tmp_path, 100, make_space=lambda: asked.append("made"), should_stop=lambda: False)
     assert asked == ["made"]
     assert next(free, None) is None
 
 
 def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(1000, 1000, 0))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     disk_space.wait_for_space(tmp_path, 100, make_space=lambda: pytest.fail("nobody waits"), should_stop=lambda: True)
 
 
@@ -45,7 +42,7 @@ def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest
 def test_a_checkpoint_that_found_no_space_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: Exception, told: bool
 ) -> None:
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: Usage(1000, 0, free))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     says = r"checkpoint-4 was not written\. It takes about 100 bytes, and 99 bytes are free in /.*--resume"
     with pytest.raises(DiskFullError if told else type(error), match=says if told else str(error)):
         with disk_space.said_if_full(tmp_path, 100, "checkpoint-4"):
@@ -86,17 +83,10 @@ def test_a_run_that_is_to_stop_makes_space_once_and_says_what_it_could_not_write
 def test_a_resumed_run_makes_space_before_its_first_checkpoint(
     tmp_path: Path, resumed: bool, removed: list[int]
 ) -> None:
-    state = rollout_state.RolloutState(
-        run_id="r", step=1, next_seq=5, rounds=1, unusable=[], consumed_below=2, consumed=[3]
-    )
+    used = {"unusable": [], "consumed_below": 2, "consumed": [3]}
+    state = rollout_state.RolloutState(run_id="r", step=1, next_seq=5, rounds=1, **used)
     asked: list[Container[int]] = []
     queue = SimpleNamespace(trim_done=lambda keep, consumed: asked.append(consumed) or keep)
-    archive = UsedGroups(
-        queue,  # type: ignore[arg-type]  # the fake has only what is used
-        tmp_path,
-        ArchiveLimit(1000),
-        state if resumed else None,
-    )
-    archive.make_space()
+    UsedGroups(queue, tmp_path, ArchiveLimit(1000), state if resumed else None).make_space()
     [consumed] = asked
     assert [seq for seq in range(5) if seq in consumed] == removed

@@ -40,18 +40,13 @@ def batch(rows: slice = slice(None)) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, torch.tensor([[LOG_MU + log(w) for w in row] for row in W])[rows]
 
 
-class Metrics(dict[str, float]):
-    def append(self, name: str, value: float) -> None:
-        self[name] = value
-
-
-def shared(metrics: Metrics) -> EffectiveShare:
-    return EffectiveShare(lambda own: own, metrics.append)
+def shared(metrics: dict[str, float]) -> EffectiveShare:
+    return EffectiveShare(lambda own: own, metrics.__setitem__)
 
 
 @pytest.mark.parametrize("parts", [[slice(0, 4)], [slice(0, 1), slice(1, 3), slice(3, 4)]], ids=["one", "three"])
 def test_the_share_of_one_and_of_three_micro_batches_is_that_by_hand(parts: list[slice]) -> None:
-    metrics = Metrics()
+    metrics: dict[str, float] = {}
     share = shared(metrics)
     for part in parts:
         share.saw(*batch(part))
@@ -60,13 +55,13 @@ def test_the_share_of_one_and_of_three_micro_batches_is_that_by_hand(parts: list
 
 
 def test_a_loss_that_shows_no_log_probabilities_has_no_share() -> None:
-    metrics = Metrics()
+    metrics: dict[str, float] = {}
     shared(metrics).on_pre_optimizer_step()
     assert metrics == {}
 
 
 def test_each_step_has_its_own_share() -> None:
-    metrics = Metrics()
+    metrics: dict[str, float] = {}
     share = shared(metrics)
     for rows, expected in ((slice(0, 4), BY_HAND), (slice(0, 1), 1.0), (slice(2, 3), 1.0)):
         share.saw(*batch(rows))
@@ -79,11 +74,7 @@ def test_each_step_has_its_own_share() -> None:
     [
         ([[0.0] * 3] * 4, [[0.0] * 3] * 4, 1.0),
         ([[900.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3], [[0.0] * 3] * 4, 1 / 3),  # one sequence outweighs all
-        (
-            [[-900.0] * 3, [-1350.0] * 3, [0.0] * 3, [-900.0] * 3],
-            [[0.0] * 3] * 4,
-            1.0,
-        ),  # equally unlikely: equally heavy
+        ([[-900.0] * 3, [-1350.0] * 3, [0.0] * 3, [-900.0] * 3], [[0.0] * 3] * 4, 1.0),  # equally unlikely and heavy
         ([[0.0] * 3] * 4, [[float("-inf")] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3], 1 / 3),
         ([[float("nan")] * 3] * 4, [[0.0] * 3] * 4, 1.0),
     ],
@@ -120,11 +111,9 @@ distributed.destroy_process_group()  # else a thread of gloo may abort the exit
 
 def shares(ranks: int, folder: Path) -> list[float]:
     """What each of so many gloo ranks reports."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [str(ranks), str(folder / "store")]
-    processes = [
-        Popen([sys.executable, "-c", RANK, str(rank), *arguments], stdout=PIPE, env=env) for rank in range(ranks)
-    ]
+    env, command = {**os.environ, "OMP_NUM_THREADS": "1"}, [sys.executable, "-c", RANK]
+    arguments = [[str(rank), str(ranks), str(folder / "store")] for rank in range(ranks)]
+    processes = [Popen([*command, *each], stdout=PIPE, env=env) for each in arguments]
     return [json.loads(process.communicate(timeout=DEADLINE_S)[0]) for process in processes]
 
 

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import RunRefused
-from async_grpo.training.corrections.fresh_batch import LEAST, Bound, Farthest, FreshBatch
+from async_grpo.training.corrections.fresh_batch import LEAST, Bound, FreshBatch
 
 STOPS = Bound(nats=0.5, basis="as bfloat16 may round", stops=True)
 STEP = SimpleNamespace(global_step=0)
 
 
 def guard(bound: Bound = STOPS, gather: Any = lambda own: own, alone: Tensor | None = None) -> FreshBatch:
-    def repeat(farthest: Farthest, training: bool) -> Tensor | None:
-        return alone
-
-    return FreshBatch(bound, gather, repeat, str)
+    return FreshBatch(bound, gather, lambda farthest, training: alone, str)
 
 
 def batch(apart: Tensor, **changes: Any) -> tuple[dict[str, Any], Tensor]:
