@@ -24,18 +24,10 @@ PAD, EOS = 0, 1
 VOCABULARY = 24
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
 GROUPS = [prompt for prompt in PROMPTS for _ in range(4)]
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": PAD,
-    "eos_token_id": EOS,
-    "initializer_range": 0.5,  # far from uniform
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256, **HEADS}
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}
+SHAPE: dict[str, Any] = {**SIZES, **TOKENS, "initializer_range": 0.5}  # far from uniform
 
 
 def plain() -> PreTrainedModel:
@@ -63,9 +55,8 @@ class EndsByRow(LogitsProcessor):
 
 
 def config(**settings: Any) -> GenerationConfig:
-    return GenerationConfig(
-        **{"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS, **settings}
-    )
+    given = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS, **settings}
+    return GenerationConfig(**given)
 
 
 def padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -78,12 +69,8 @@ def inputs_of(prompts: list[list[int]], lengths: tuple[int, ...] | None = None, 
     """What is given to `generate`."""
     ids, mask = padded(prompts)
     processors = LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), lengths)] if lengths else [])
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "generation_config": config(**settings),
-        "logits_processor": processors,
-    }
+    asked = {"generation_config": config(**settings), "logits_processor": processors}
+    return {"input_ids": ids, "attention_mask": mask, **asked}
 
 
 def begin(model: PreTrainedModel, inputs: dict[str, Any], group_size: int = 1, **more: Any) -> SamplingLoop:

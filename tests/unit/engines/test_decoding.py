@@ -23,18 +23,7 @@ from decoding_models import (
     with_sliding_window,
 )
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from async_grpo.engines import decoding
@@ -49,13 +38,13 @@ def with_a_state(kind: str) -> PreTrainedModel:
     heads = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
     mamba = {"mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8}
     window = {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64}
-    model: PreTrainedModel = {
-        "mamba": lambda: MambaForCausalLM(MambaConfig(**state)),
-        "mamba2": lambda: Mamba2ForCausalLM(Mamba2Config(**state, **heads)),
-        "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(**SHAPE, head_dim=8, **mamba)),
-        "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**{**SHAPE, **window})),
-    }[kind]()
-    return model.eval()
+    settings = {
+        "mamba": state,
+        "mamba2": {**state, **heads},
+        "falcon_h1": {**SHAPE, "head_dim": 8, **mamba},
+        "recurrent_gemma": {**SHAPE, **window},
+    }[kind]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32).eval()
 
 
 def both(

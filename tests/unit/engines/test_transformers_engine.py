@@ -11,12 +11,7 @@ import torch
 from decoding_models import EOS, PAD, PROMPTS, plain
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3ForCausalLM,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, StoppingCriteriaList, StopStringCriteria
 
 from async_grpo.engines.transformers import TransformersEngine
 from async_grpo.errors import RunRefused

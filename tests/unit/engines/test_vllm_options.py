@@ -20,26 +20,12 @@ from async_grpo.errors import UnsupportedError
 
 
 def trainer(model: Any = None, **changes: Any) -> SimpleNamespace:
-    args = {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 20,
-        "min_p": None,
-        "repetition_penalty": 1.1,
-        "generation_kwargs": None,
-        "vllm_structured_outputs_regex": None,
-        "vllm_tensor_parallel_size": 1,
-        "vllm_gpu_memory_utilization": 0.4,
-        "vllm_max_model_length": 2048,
-        "vllm_model_impl": "vllm",
-        "trust_remote_code": False,
-        "generation_batch_size": 32,
-        "bf16": False,
-        "fp16": False,
-        **changes,
-    }
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1.1}
+    more = {"generation_kwargs": None, "vllm_structured_outputs_regex": None, "generation_batch_size": 32}
+    memory = {"vllm_gpu_memory_utilization": 0.4, "vllm_max_model_length": 2048, "vllm_tensor_parallel_size": 1}
+    loading = {"vllm_model_impl": "vllm", "trust_remote_code": False, "bf16": False, "fp16": False}
     return SimpleNamespace(
-        args=SimpleNamespace(**args),
+        args=SimpleNamespace(**{**sampling, **more, **memory, **loading, **changes}),
         model=model or SimpleNamespace(dtype=torch.float32),
         max_completion_length=64,
         num_generations=8,

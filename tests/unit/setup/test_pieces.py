@@ -112,8 +112,7 @@ def test_gradients_go_to_every_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "left", "right"),
-    [("relative", True, True), ("absolute", False, True), ("bidirectional", False, False)],
+    ("kind", "left", "right"), [("relative", True, True), ("absolute", False, True), ("bidirectional", False, False)]
 )
 def test_a_trial_decides_which_padding_is_left_out(kind: str, left: bool, right: bool) -> None:
     done = InPieces(model=Model(kind).train())

@@ -28,17 +28,9 @@ def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
     Args:
         inherited: of the model's own `generation_config`.
     """
-    args: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-        "generation_kwargs": None,
-        "vllm_structured_outputs_regex": None,
-        **changes,
-    }
-    five = {name: args[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    five = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    args = {**five, "generation_kwargs": None, "vllm_structured_outputs_regex": None, **changes}
+    five = {name: args[name] for name in five}
     given = {"do_sample": True, "max_new_tokens": 8, **five, **(args["generation_kwargs"] or {})}
     config = GenerationConfig(**given, disable_compile=True)
     model = SimpleNamespace(generation_config=GenerationConfig(**(inherited or {})))

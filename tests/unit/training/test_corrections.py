@@ -237,16 +237,9 @@ def test_the_mismatch_is_of_groups_that_the_trainers_present_weights_sampled() -
 
 
 def trainer(**changes: Any) -> Any:
-    args: dict[str, Any] = {
-        "top_p": 1.0,
-        "off_policy_mask_threshold": None,
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "sequence_mask",
-        "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_clip_max": 3.0,
-        "loss_type": "dapo",
-        **changes,
-    }
+    of_vllm = {"correction": True, "mode": "sequence_mask", "clip_min": None, "clip_max": 3.0}
+    args: dict[str, Any] = {f"vllm_importance_sampling_{name}": value for name, value in of_vllm.items()}
+    args |= {"top_p": 1.0, "off_policy_mask_threshold": None, "loss_type": "dapo", **changes}
     wants_vllm = bool(args.pop("use_vllm", False))
     return SimpleNamespace(args=SimpleNamespace(**args), loss_type=args["loss_type"], async_grpo_wants_vllm=wants_vllm)
 

@@ -121,10 +121,7 @@ def test_workers_that_copy_a_version_get_no_slots_to_read_it_in_place(
 def test_every_version_is_published_though_each_worker_holds_another_one(tmp_path: Path) -> None:
     model, workers = nn.Linear(4, 4), 3
     slots = slots_for(model, max_staleness=workers, sharing=workers)
-    with (
-        WeightExporter.from_model(model, tmp_path / "handle.json", slots=slots) as exporter,
-        ExitStack() as generating,
-    ):
+    with WeightExporter.from_model(model, tmp_path / "handle.json", slots=slots) as exporter, ExitStack() as generating:
         for version in range(workers):
             assert exporter.publish(version)
             worker = generating.enter_context(open_remote_memory(tmp_path / "handle.json"))
