@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from async_grpo.engines.decoding import SamplingLoop
@@ -30,15 +28,21 @@ TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}
 SHAPE: dict[str, Any] = {**SIZES, **TOKENS, "initializer_range": 0.5}  # far from uniform
 
 
-def plain() -> PreTrainedModel:
+def made(kind: str, **settings: Any) -> PreTrainedModel:
+    """A tiny model of this type, with random weights of its own."""
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **SHAPE)).eval()
+    config = AutoConfig.for_model(kind, **{**SHAPE, **settings})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def plain() -> PreTrainedModel:
+    return made("qwen3", head_dim=8)
 
 
 def with_sliding_window() -> PreTrainedModel:
-    torch.manual_seed(0)
-    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **window)).eval()
+    layers = ["full_attention", "sliding_attention"]
+    return made("qwen2", use_sliding_window=True, sliding_window=4, layer_types=layers)
 
 
 class EndsByRow(LogitsProcessor):

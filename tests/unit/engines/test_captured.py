@@ -12,24 +12,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.sampler_work import counted, decoding_loop, work_of_passes
-from decoding_models import EOS, GROUPS, PROMPTS, SHAPE, begin, completions, inputs_of, plain, with_sliding_window
+from decoding_models import EOS, GROUPS, PROMPTS, begin, completions, inputs_of, made, plain, with_sliding_window
 from decoding_models import run as run_to_the_end
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from async_grpo.engines import captured, decoding
 from async_grpo.engines.captured import DecodeSteps, rounded
@@ -41,14 +29,11 @@ LENGTHS = [None, (20, 3, 7), (2, 2, 2, 20), (5,)]
 
 
 def with_caps() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return Gemma2ForCausalLM(Gemma2Config(head_dim=8, sliding_window=4, **SHAPE)).eval()
+    return made("gemma2", head_dim=8, sliding_window=4)
 
 
 def of_experts() -> PreTrainedModel:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=8, **SHAPE, **experts)).eval()
+    return made("qwen3_moe", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def sampled(model: PreTrainedModel, steps: DecodeSteps | None, lengths: Any = None, **settings: Any) -> SamplingLoop:
@@ -185,8 +170,7 @@ def test_each_pass_is_the_same_work_and_waits_for_nothing(make_model: Any) -> No
 
 
 def test_no_key_is_copied_for_the_query_heads_that_share_it() -> None:
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **{**SHAPE, "num_attention_heads": 8})).eval()
+    model = made("qwen3", head_dim=16, num_attention_heads=8)
     loops = [decoding_loop(model, UNEQUAL, 40, steps) for steps in (None, DecodeSteps(capture=False))]
     growing, fixed = (work_of_passes(loop, 1)[0] for loop in loops)
     heads_of_keys = 2 * 2 * 2 * 16 * 20 * 16 * 4  # layers, keys and values, heads, rows, tokens, width, bytes

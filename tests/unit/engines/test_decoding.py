@@ -12,39 +12,30 @@ from decoding_models import (
     GROUPS,
     PAD,
     PROMPTS,
-    SHAPE,
     VOCABULARY,
     begin,
     completions,
     config,
     inputs_of,
+    made,
     plain,
     run,
     with_sliding_window,
 )
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from async_grpo.engines import decoding
 from async_grpo.engines.decoding import GROWTH, PreallocatedLayer, SamplingLoop
 
-
-def with_a_state(kind: str) -> PreTrainedModel:
-    """A model that also keeps a state of fixed size, in layers of its cache or in its own modules."""
-    torch.manual_seed(0)
-    own = {name: SHAPE[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "initializer_range")}
-    state = {**own, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-    heads = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
-    mamba = {"mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8}
-    window = {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64}
-    settings = {
-        "mamba": state,
-        "mamba2": {**state, **heads},
-        "falcon_h1": {**SHAPE, "head_dim": 8, **mamba},
-        "recurrent_gemma": {**SHAPE, **window},
-    }[kind]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32).eval()
+MAMBA = {"mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8}
+WITH_A_STATE = {  # of fixed size, in layers of the cache or in modules of their own
+    "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "falcon_h1": {"head_dim": 8, **MAMBA},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64},
+}
 
 
 def both(
@@ -67,9 +58,9 @@ def test_greedy_tokens_are_those_of_transformers(make_model: Any, lengths: tuple
     assert loop.lengths_B.tolist() == ends
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", WITH_A_STATE)
 def test_a_model_with_a_state_samples_as_in_transformers(kind: str) -> None:
-    theirs, ours, _ = both(with_a_state(kind), GROUPS, (20, 3, 7))
+    theirs, ours, _ = both(made(kind, **WITH_A_STATE[kind]), GROUPS, (20, 3, 7))
     assert theirs.tolist() == ours.tolist()
     assert len(set(map(tuple, ours.tolist()))) > 3, "the prompts must matter"
 
