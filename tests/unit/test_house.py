@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,9 @@ class Repository:
         command = ["git", *who, *arguments]
         subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=DEADLINE_S)
 
-    def commit(self, message: str) -> None:
+    def commit(self, message: str, **budgets: Any) -> None:
+        if budgets:
+            self.budgets(**budgets)
         self.git("add", "--all")
         self.git("commit", "--allow-empty", "-m", message)
 
@@ -144,8 +147,7 @@ def test_a_saving_lowers_the_budget(repository: Repository) -> None:
 def test_a_budget_raised_in_silence_is_found_later_too(
     repository: Repository, message: str, raised: dict[str, str | int]
 ) -> None:
-    repository.budgets(**raised)
-    repository.commit(message)
+    repository.commit(message, **raised)
     repository.commit("another")
     done = repository.gate()
     expected = "lines.async_grpo/queue is 4" if "queue" in raised else "trl.modules.b.py is 1"
@@ -154,39 +156,32 @@ def test_a_budget_raised_in_silence_is_found_later_too(
 
 @pytest.mark.parametrize(("then", "message"), [(3, "Lowered again"), (4, REASON)])
 def test_a_budget_raised_in_silence_can_be_made_good(repository: Repository, then: int, message: str) -> None:
-    repository.budgets(queue=4)
-    repository.commit("More")
-    repository.budgets(queue=then, modules='["a.py"] ')
-    repository.commit(message)
+    repository.commit("More", queue=4)
+    repository.commit(message, queue=then, modules='["a.py"] ')
     assert house.raised_in_silence(repository.folder) == []
 
 
 def test_a_commit_that_cannot_be_read_allows_nothing(repository: Repository) -> None:
     repository.write("house.toml", "<<<<<<< a")
     repository.commit("A conflict")
-    repository.budgets()
-    repository.commit("Merged")
+    repository.commit("Merged", queue=3)
     assert "lines.async_grpo/queue is 3" in house.raised_in_silence(repository.folder)[0]
-    repository.budgets(modules='["a.py"] ')
-    repository.commit(REASON)
+    repository.commit(REASON, modules='["a.py"] ')
     assert house.raised_in_silence(repository.folder) == []
 
 
 def test_a_budget_raised_with_its_reason_is_let_pass_and_what_is_saved_then_stays_saved(repository: Repository) -> None:
     for queue, message in ((5, REASON), (4, "Fewer")):
-        repository.budgets(queue=queue)
-        repository.commit(message)
+        repository.commit(message, queue=queue)
         assert house.raised_in_silence(repository.folder) == []
-    repository.budgets(queue=5)
-    repository.commit("More")
+    repository.commit("More", queue=5)
     (found,) = house.raised_in_silence(repository.folder)
     assert "raised it above 4" in found
 
 
 def test_branches_may_save_and_raise_beside_one_another(repository: Repository) -> None:
     repository.git("checkout", "-b", "side")
-    repository.budgets(queue=5)
-    repository.commit(REASON)
+    repository.commit(REASON, queue=5)
     repository.git("checkout", "-")
     repository.write(
         "house.toml", (repository.folder / "house.toml").read_text().replace("functions = 9", "functions = 8")
