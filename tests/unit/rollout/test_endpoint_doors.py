@@ -156,8 +156,7 @@ def test_a_connection_without_a_key_ends_and_one_with_a_key_does_not(
         doors, "asyncio", SimpleNamespace(get_running_loop=lambda: SimpleNamespace(call_later=call_later))
     )
     with served.connect() as agents, served.connect() as idle:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served._key}\r\n"
-        asked = f"{head}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
+        asked = served.request(BODY).replace(b"Connection: close\r\n", b"")
         agents.sendall(asked)
         assert agents.recv(65536).startswith(b"HTTP/1.1 200")
         until(lambda: len(timers) == 2)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,17 +210,11 @@ def test_a_stop_breaks_off_what_is_in_flight(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_grpo.archive.disk_space.RETRY_S", 0.001)
     setting = Setting(tmp_path, [job(0)], FakeEngine())
-    complete, tries = setting.queue.complete, []
-
-    def full_twice(claim: Claim, group: RolloutGroup) -> None:
-        tries.append(claim)
-        if len(tries) < 3:
-            raise DiskFullError("no room")
-        complete(claim, group)
-
-    setting.queue.complete = full_twice  # type: ignore[method-assign]
+    room = Mock(side_effect=[DiskFullError("no room"), DiskFullError("no room"), None])
+    complete = setting.queue.complete
+    setting.queue.complete = lambda claim, group: [room(), complete(claim, group)]
     assert sorted(setting.run()) == [0]
-    assert len(tries) == 3
+    assert room.call_count == 3
 
 
 def test_a_worker_that_is_asked_to_stop_does_not_wait_for_room(tmp_path: Path) -> None:
@@ -289,10 +284,7 @@ def test_weights_that_cannot_be_had_while_the_server_lives_end_the_worker(
     setting = Setting(tmp_path, [job(0)], FakeEngine())
     setting.worker._version = 0
 
-    def died() -> None:
-        raise ExporterDiedError("gone")
-
-    monkeypatch.setattr(setting.weights, "lease", died)
+    monkeypatch.setattr(setting.weights, "lease", Mock(side_effect=ExporterDiedError("gone")))
     with pytest.raises(WaitTimeoutError, match="version 0 of the weights"):
         setting.run()
     assert setting.engine.steps == 0
@@ -342,9 +334,7 @@ def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
 
 
 def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tmp_path: Path) -> None:
-    def check_run(state: Any) -> None:
-        raise UnsupportedError("start it again")
-
+    check_run = Mock(side_effect=UnsupportedError("start it again"))
     setting = Setting(tmp_path, [job(0)], FakeEngine(), check_run=check_run)
     with pytest.raises(UnsupportedError, match="start it again"):
         setting.run()

@@ -9,15 +9,13 @@ from types import FunctionType
 
 import pytest
 
-from async_grpo.log import logger
 from async_grpo.setup.library_warnings import LIBRARIES, show_library_warnings
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def told(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The lines of our log."""
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    lines: list[str] = request.getfixturevalue("warnings")
     before = {name: list(logging.getLogger(name).handlers) for name in LIBRARIES}
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -25,7 +23,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         show_library_warnings()
         show_library_warnings()
         yield lines
-    logger.remove(sink)
     for name, handlers in before.items():
         logging.getLogger(name).handlers = handlers
 
