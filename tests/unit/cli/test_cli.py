@@ -9,9 +9,10 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,8 +23,9 @@ from async_grpo.cli.compute import train as train_command
 from async_grpo.cli.inspect import queue
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import prepare
-from async_grpo.setup import devices, process
+from async_grpo.setup import process
 from kit.archived_run import ArchivedRun, three_steps
+from kit.commands import Says
 from kit.plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
@@ -46,15 +48,18 @@ print("imported:", sorted({HEAVY - {"numpy", "rich"}} & sys.modules.keys()))
 """
 
 
-def run_python(*arguments: str, cwd: Path, path: str | None = str(SRC)) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: str, cwd: Path, path: str | None = str(SRC), stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LOG_LEVEL")}
     if path is not None:
         env["PYTHONPATH"] = path
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
 
 
-def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: count)
+def run_command(*arguments: str, cwd: Path, stdout: Any) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "async_grpo.cli", *arguments, cwd=cwd, stdout=stdout)
 
 
 @pytest.fixture
@@ -62,6 +67,15 @@ def setup_file(tmp_path: Path) -> Path:
     path = tmp_path / "my_trainer.py"
     path.write_text("def get_trainer(): ...")
     return path
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """A pipe to a reader that has read enough."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
 
 
 # --- help
@@ -96,56 +110,30 @@ def test_the_scripts_are_the_commands_from_wherever_they_are_called(script: str,
 
 
 @pytest.mark.parametrize("arguments", [["status", "worker", "--json"], ["rollouts", "worker"], ["train", "--help"]])
-def test_a_reader_that_has_read_enough_is_no_error(arguments: list[str], tmp_path: Path) -> None:
+def test_a_reader_that_has_read_enough_is_no_error(arguments: list[str], tmp_path: Path, closed_pipe: int) -> None:
     ArchivedRun(tmp_path).use(1, [0])
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "async_grpo.cli", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
-    )
-    os.close(write)
+    result = run_command(*arguments, cwd=tmp_path, stdout=closed_pipe)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-PRINTS = """
-def get_trainer():
-    print("loading", flush=True)
-"""
 
 
 def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one to a process of a reward function; the command's own output is read."""
-
-    def breaks(argv: list[str]) -> int:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(cli, "_run", breaks)
+    monkeypatch.setattr(cli, "_run", Mock(side_effect=BrokenPipeError))
     with pytest.raises(BrokenPipeError):
-        cli.main(["train", "my_trainer.py"])
+        main(["train", "my_trainer.py"])
 
 
-def test_a_training_that_ends_because_its_output_is_closed_is_not_done(tmp_path: Path) -> None:
-    (tmp_path / "my_trainer.py").write_text(PRINTS)
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "async_grpo.cli", "train", "my_trainer.py", "--device", "cpu"]
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
-    result = subprocess.run(command, cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, timeout=120)
-    os.close(write)
+def test_a_training_that_ends_because_its_output_is_closed_is_not_done(tmp_path: Path, closed_pipe: int) -> None:
+    (tmp_path / "my_trainer.py").write_text("def get_trainer(): print('loading', flush=True)")
+    result = run_command("train", "my_trainer.py", "--device", "cpu", cwd=tmp_path, stdout=closed_pipe)
     assert result.returncode == 141
 
 
 @pytest.mark.parametrize("arguments", [["audit", "worker"], ["train", "--help"], ["--help"], ["--version"]])
 def test_an_output_on_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> None:
     prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py"))
-    command = [sys.executable, "-m", "async_grpo.cli", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
     with Path("/dev/full").open("w") as full:
-        result = subprocess.run(
-            command, cwd=tmp_path, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
-        )
+        result = run_command(*arguments, cwd=tmp_path, stdout=full)
     assert result.returncode == 1
     assert result.stderr.startswith("error: The output of this command, or a file") and result.stderr.count("\n") == 1
 
@@ -180,43 +168,19 @@ def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("command", ["status x", "rollouts x", "compare a b", "train t.py -n 2 --dry-run"])
 def test_a_working_directory_that_was_deleted_is_said(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Says
 ) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert main(command.split()) == 2
-    assert capsys.readouterr().err.count("The folder that this command was started in has been deleted.") == 1
+    assert refused(*command.split()).count("The folder that this command was started in has been deleted.") == 1
 
 
 @pytest.mark.parametrize("command", ["status", "audit", "rollouts", "replay"])
-def test_a_run_is_named_as_for_train_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_named_as_for_train_too(command: str, refused: Says) -> None:
     for arguments in (["/nowhere"], ["--run-dir", "/nowhere"], ["--run-dir=/nowhere"]):
-        assert main([command, *arguments]) == 2
-        assert capsys.readouterr().err.startswith("error: /nowhere does not exist")
-    with pytest.raises(SystemExit):
-        main([command, "here", "--run-dir", "there"])
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["train", "x.py", "--step", "3"], "unrecognized arguments: --step 3. Did you mean --steps?"),
-        (["delta", "verify", "x", "--jso", "y"], "unrecognized arguments: --jso y"),
-        (["status", "--js"], "unrecognized arguments: --js"),
-        (["sweep", "x.py", "--dry-run"], "unrecognized arguments: --dry-run\nasync-grpo sweep --help explains"),
-        (["train", "x.py", "--seed", "-1"], "must be a whole number from 0 to 2^32 - 1"),
-        (["train", "x.py", "--seed", str(2**64)], "must be a whole number from 0 to 2^32 - 1"),
-        (["evaluate", "x", "--seed=-1"], "must be a whole number from 0 to 2^32 - 1"),
-    ],
-)
-def test_abbreviations_and_impossible_seeds_are_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2 and says in capsys.readouterr().err
+        assert refused(command, *arguments).startswith("error: /nowhere does not exist")
+    assert "not allowed with argument" in refused(command, "here", "--run-dir", "there")
 
 
 def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +191,11 @@ def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["status", str(tmp_path / "nowhere")]) == 2
 
 
-def test_what_another_version_wrote_names_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_another_version_wrote_names_a_way_on(tmp_path: Path, refused: Says) -> None:
     prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py"))
     record = tmp_path / "worker" / "run.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "format": 99}))
-    assert main(["status", str(tmp_path / "worker")]) == 2  # which has no option --run-dir
-    assert "Use that version for it, or choose another run directory." in capsys.readouterr().err
+    assert "Use that version for it, or choose another run directory." in refused("status", tmp_path / "worker")
 
 
 # --- input that cannot be used
@@ -249,44 +212,51 @@ def test_what_the_user_can_act_on_is_one_line_and_exit_code_2(tmp_path: Path) ->
 
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_started(
-    setup_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setup_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Says
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    run_dir = str(tmp_path / "run")
-    for command in (["train", str(setup_file), "-n", "1"], ["worker", "-d", "cpu"]):
-        assert main([*command, "--run-dir", run_dir, "--generator", "vllm"]) == 2
-        assert "error: --generator vllm: vLLM is not installed here" in capsys.readouterr().err
-    assert not Path(run_dir).exists()
+    for command in (["train", setup_file, "-n", "1"], ["worker", "-d", "cpu"]):
+        said = refused(*command, "--run-dir", tmp_path / "run", "--generator", "vllm")
+        assert "error: --generator vllm: vLLM is not installed here" in said
+    assert not (tmp_path / "run").exists()
+
+
+SEEDS = "must be a whole number from 0 to 2^32 - 1"
+SENSELESS = (
+    "--steps=0 --steps=-1 --steps=1.5 --steps=many --steps= --num-workers=-1 --max-staleness=-1 --max-attempts=0 "
+    "--stop-grace=0 --stop-grace=inf --stop-grace=long --log-level=loud --seed=x --no-such-option"
+)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("command", "says"),
     [
-        *(["--steps", value] for value in ("0", "-1", "1.5", "many", "")),
-        ["--num-workers", "-1"],
-        ["--max-staleness", "-1"],
-        ["--max-attempts", "0"],
-        ["--stop-grace", "0"],
-        ["--stop-grace", "inf"],
-        ["--stop-grace", "long"],
-        ["--resume", "--overwrite"],
-        ["--log-level", "loud"],
-        ["--seed", "x"],
-        ["--no-such-option"],
+        *((f"train x.py --distributed {option}", option.partition("=")[0]) for option in SENSELESS.split()),
+        ("train x.py --distributed --resume --overwrite", "--resume"),
+        ("train x.py --seed -1", SEEDS),
+        (f"train x.py --seed {2**64}", SEEDS),
+        ("evaluate x --seed=-1", SEEDS),
+        ("train x.py --step 3", "unrecognized arguments: --step 3. Did you mean --steps?"),
+        ("delta verify x --jso y", "unrecognized arguments: --jso y"),
+        ("status --js", "unrecognized arguments: --js"),
+        ("sweep x.py --dry-run", "unrecognized arguments: --dry-run\nasync-grpo sweep --help explains"),
+        ("train --max-stalness 2", "Did you mean --max-staleness?"),
+        ("train --max_stalness=2", "Did you mean --max-staleness?"),
+        ("status --wach", "Did you mean --watch?"),
+        ("trian", "Did you mean train?"),
     ],
 )
-def test_other_values_that_make_no_sense(
-    arguments: Sequence[str], setup_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["train", str(setup_file), "--distributed", *arguments])
-    assert end.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+def test_options_that_there_are_not_and_values_that_make_no_sense(command: str, says: str, refused: Says) -> None:
+    said = refused(*command.split())
+    assert says in said
+    assert len(said.splitlines()) <= 6, "a long usage hides what is wrong"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["train"], "the default, src/app/trainer_setup_gsmk.py, is not in this folder"),
+        (["train"], "async-grpo train my_trainer.py"),
         (["train", "missing.py"], "Setup file not found: missing.py"),
         (["train", "SETUP", "--resume"], "Nothing to resume"),
         (["train", "--resume"], "Nothing to resume"),
@@ -303,35 +273,15 @@ def test_other_values_that_make_no_sense(
     ],
 )
 def test_refusals(
-    arguments: list[str],
-    message: str,
-    setup_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, setup_file: Path, monkeypatch: pytest.MonkeyPatch, see_gpus: Any, refused: Says
 ) -> None:
-    see_gpus(monkeypatch, 0)
+    see_gpus(0)
     monkeypatch.chdir(setup_file.parent)
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
-    assert main([setup_file.name if part == "SETUP" else part for part in arguments]) == 2
-    error = capsys.readouterr().err
+    error = refused(*(setup_file.name if part == "SETUP" else part for part in arguments))
     assert error.startswith("error: ") and message in error
     assert [path.name for path in setup_file.parent.iterdir()] == [setup_file.name], "nothing was begun"
-
-
-@pytest.mark.parametrize(
-    "implied_by",
-    [["--distributed"], ["-n", "1"], ["--master-device-id", "cpu"], ["--worker_device_ids", "cpu"]],
-)
-def test_naming_devices_implies_distributed(
-    implied_by: list[str], setup_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[str] = []
-    monkeypatch.setattr(train_command, "_distributed", lambda args: chosen.append("distributed") or 0)
-    monkeypatch.setattr(train_command, "_single", lambda args: chosen.append("single") or 0)
-    assert main(["train", str(setup_file), *implied_by]) == 0
-    assert main(["train", str(setup_file), "--device", "cpu"]) == 0
-    assert chosen == ["distributed", "single"]
 
 
 @pytest.mark.parametrize(
@@ -342,32 +292,17 @@ def test_naming_devices_implies_distributed(
     ],
 )
 def test_the_first_line_of_one_process_names_the_way_to_workers(
-    arguments: list[str],
-    how: str,
-    setup_file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], how: str, setup_file: Path, monkeypatch: pytest.MonkeyPatch, see_gpus: Any, printed: Says
 ) -> None:
-    see_gpus(monkeypatch, 1)
+    see_gpus(1)
     monkeypatch.setattr(train_command.os, "environ", dict(os.environ))
     monkeypatch.setattr(train_command, "hold_to_device", lambda *_: None)
     monkeypatch.setattr(train_command, "check_torch_sees", lambda *_: None)
     monkeypatch.setattr(process, "set_up_log", lambda *_: None)
     monkeypatch.setattr(process, "keep_freed_memory", lambda *_: None)
     monkeypatch.setattr(train_command, "_train_alone", lambda *_, **__: print("TRL trains"))
-    assert main(["train", str(setup_file), *arguments]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = printed("train", setup_file, *arguments).splitlines()
     assert first.startswith(f"one process of plain TRL on {how}") and second == "TRL trains"
-
-
-def test_without_a_setup_file_it_says_which_one_it_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["train"]) == 2
-    error = capsys.readouterr().err
-    assert "the default, src/app/trainer_setup_gsmk.py, is not in this folder" in error
-    assert "async-grpo train my_trainer.py" in error
 
 
 # --- how options are spelled
@@ -379,26 +314,6 @@ def test_underscores_are_dashes(setup_file: Path, monkeypatch: pytest.MonkeyPatc
     options_given = ["--max_staleness", "2", "--run_dir=a_b", "--keep_done", "7"]
     assert main(["train", str(setup_file), "--distributed", *options_given]) == 0
     assert (chosen[0].max_staleness, chosen[0].run_dir, chosen[0].keep_done.amount) == (2, Path("a_b"), 7)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "nearest"),
-    [
-        (["train", "--max-stalness", "2"], "--max-staleness"),
-        (["train", "--max_stalness=2"], "--max-staleness"),
-        (["status", "--wach"], "--watch"),
-        (["trian"], "train"),
-    ],
-)
-def test_a_misspelled_word_gets_the_nearest(
-    arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert f"Did you mean {nearest}?" in error
-    assert len(error.splitlines()) <= 6, "a long usage hides what is wrong"
 
 
 # --- a flag beats the environment, which beats the default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +18,52 @@ from async_grpo.errors import UsageError
 from async_grpo.launch.placement import plan_devices
 from async_grpo.roles import parameter_server, rollout_worker
 from async_grpo.rundir.lifecycle import prepare
-from async_grpo.setup import devices, process
+from async_grpo.setup import process
 from kit.plans import planned
 
-
-def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: count)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "master", "workers", "count", "plan"),
-    [
-        (0, None, None, None, ("cpu", ["cpu", "cpu"])),
-        (0, None, None, 3, ("cpu", ["cpu", "cpu", "cpu"])),
-        (0, "cpu", "cpu", None, ("cpu", ["cpu"])),
-        (1, None, None, None, ("0", ["0"])),
-        (1, None, None, 2, ("0", ["0", "0"])),
-        (4, None, None, None, ("0", ["1", "2", "3"])),
-        (4, "2", None, None, ("2", ["0", "1", "3"])),
-        (4, "02", None, None, ("2", ["0", "1", "3"])),
-        (4, None, None, 2, ("0", ["1", "2"])),
-        (3, None, None, 4, ("0", ["1", "2", "1", "2"])),
-        (4, None, "1, 3", None, ("0", ["1", "3"])),
-        (4, "3", "3,3,0", 3, ("3", ["3", "3", "0"])),
-        (4, "cpu", None, None, ("cpu", ["cpu", "cpu"])),
-    ],
-)
-def test_the_plan_of_devices(
-    gpus: int,
-    master: str | None,
-    workers: str | None,
-    count: int | None,
-    plan: tuple[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    see_gpus(monkeypatch, gpus)
-    assert plan_devices(master, workers, count) == (plan[0], tuple(plan[1]))
+SeeGpus = Callable[[int], None]
+Asked = tuple[str | None, str | None, int | None]  # master, workers, their number
 
 
 @pytest.mark.parametrize(
-    ("gpus", "master", "workers", "count", "message"),
+    ("gpus", "asked", "plan"),
     [
-        (0, "0", None, None, "no CUDA GPU is visible"),
-        (0, None, "1", None, "no CUDA GPU is visible"),
-        (2, "2", None, None, "There is no GPU 2: 2 visible"),
-        (2, None, "1,2", None, "There is no GPU 2: 2 visible"),
-        (2, None, "1,,0", None, "got ''"),
-        (2, None, "1;0", None, "got '1;0'"),
-        (2, None, "0,1", 3, "--num-workers 3 does not fit --worker-device-ids 0,1"),
+        (0, (None, None, None), ("cpu", ["cpu", "cpu"])),
+        (0, (None, None, 3), ("cpu", ["cpu", "cpu", "cpu"])),
+        (0, ("cpu", "cpu", None), ("cpu", ["cpu"])),
+        (1, (None, None, None), ("0", ["0"])),
+        (1, (None, None, 2), ("0", ["0", "0"])),
+        (4, (None, None, None), ("0", ["1", "2", "3"])),
+        (4, ("2", None, None), ("2", ["0", "1", "3"])),
+        (4, ("02", None, None), ("2", ["0", "1", "3"])),
+        (4, (None, None, 2), ("0", ["1", "2"])),
+        (3, (None, None, 4), ("0", ["1", "2", "1", "2"])),
+        (4, (None, "1, 3", None), ("0", ["1", "3"])),
+        (4, ("3", "3,3,0", 3), ("3", ["3", "3", "0"])),
+        (4, ("cpu", None, None), ("cpu", ["cpu", "cpu"])),
     ],
 )
-def test_plans_that_do_not_add_up(
-    gpus: int,
-    master: str | None,
-    workers: str | None,
-    count: int | None,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    see_gpus(monkeypatch, gpus)
-    with pytest.raises(UsageError) as refusal:
-        plan_devices(master, workers, count)
-    assert message in str(refusal.value)
+def test_the_plan_of_devices(gpus: int, asked: Asked, plan: tuple[str, list[str]], see_gpus: SeeGpus) -> None:
+    see_gpus(gpus)
+    assert plan_devices(*asked) == (plan[0], tuple(plan[1]))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "message"),
+    [
+        (0, ("0", None, None), "no CUDA GPU is visible"),
+        (0, (None, "1", None), "no CUDA GPU is visible"),
+        (2, ("2", None, None), "There is no GPU 2: 2 visible"),
+        (2, (None, "1,2", None), "There is no GPU 2: 2 visible"),
+        (2, (None, "1,,0", None), "got ''"),
+        (2, (None, "1;0", None), "got '1;0'"),
+        (2, (None, "0,1", 3), "--num-workers 3 does not fit --worker-device-ids 0,1"),
+    ],
+)
+def test_plans_that_do_not_add_up(gpus: int, asked: Asked, message: str, see_gpus: SeeGpus) -> None:
+    see_gpus(gpus)
+    with pytest.raises(UsageError, match=message):
+        plan_devices(*asked)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +71,10 @@ def test_plans_that_do_not_add_up(
     [([], True), (["-n", "2"], True), (["--worker-device-ids", "2,3"], False), (["-n", "0"], False)],
 )
 def test_the_gpus_that_several_ranks_leave_to_local_workers_are_named(
-    given: list[str], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str], refused: bool, tmp_path: Path, see_gpus: SeeGpus
 ) -> None:
     """Without a local worker (they are all on other machines) there is nothing to name."""
-    see_gpus(monkeypatch, 4)
+    see_gpus(4)
     (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n")
     arguments = ["setup.py", "--ray", "auto", "--accelerate-config", str(tmp_path / "ddp.yaml"), *given]
     args = train_command.build_parser().parse_args(arguments)
@@ -100,8 +85,22 @@ def test_the_gpus_that_several_ranks_leave_to_local_workers_are_named(
         assert train_command._ranks(args).processes == 2
 
 
-class Begun(Exception):  # no error
-    """The role was taken on."""
+@pytest.fixture
+def worker_begun(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], tuple[str, str]]:
+    """On which device a worker with these arguments begins, and whether with fast inference."""
+
+    class Begun(Exception): ...  # no error
+
+    def begin(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
+        raise Begun(device, fast_inference)
+
+    def begun(arguments: list[str]) -> tuple[str, str]:
+        with monkeypatch.context() as stopped, pytest.raises(Begun) as role:
+            stopped.setattr(options, "become_role", begin)
+            worker_command.run(worker_command.build_parser().parse_args(arguments))
+        return role.value.args
+
+    return begun
 
 
 @pytest.mark.parametrize(
@@ -116,22 +115,19 @@ class Begun(Exception):  # no error
     ],
 )
 def test_the_worker_s_device(
-    gpus: int, arguments: list[str], environment: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+    gpus: int,
+    arguments: list[str],
+    environment: str | None,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    see_gpus: SeeGpus,
+    worker_begun: Any,
 ) -> None:
-    see_gpus(monkeypatch, gpus)
+    see_gpus(gpus)
     monkeypatch.delenv("WORKER_DEVICE", raising=False)
     if environment is not None:
         monkeypatch.setenv("WORKER_DEVICE", environment)
-    chosen: list[str] = []
-
-    def begin(args: argparse.Namespace, device: str, **settings: str) -> None:
-        chosen.append(device)
-        raise Begun
-
-    monkeypatch.setattr(options, "become_role", begin)
-    with pytest.raises(Begun):
-        worker_command.run(worker_command.build_parser().parse_args(arguments))
-    assert chosen == [device]
+    assert worker_begun(arguments)[0] == device
 
 
 @pytest.mark.parametrize(
@@ -155,18 +151,15 @@ def test_a_process_of_a_launcher_reads_in_the_run_directory_what_it_is_to_do(
 
 def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    given = {"OMP_NUM_THREADS": "7", "TOKENIZERS_PARALLELISM": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    for name, value in {**given, "CUDA_VISIBLE_DEVICES": "4,5"}.items():
+        monkeypatch.setenv(name, value)
     args = argparse.Namespace(log_level="INFO", launched_by=None)
     options.become_role(args, "1", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
     options.become_role(args, "cpu", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
-    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    assert given.items() <= os.environ.items()
 
 
 @pytest.mark.parametrize(
@@ -189,27 +182,16 @@ def test_a_worker_has_fast_inference_where_unsloth_can_generate_with_vllm(
 
 @pytest.mark.parametrize(("given", "worker"), [(None, "0"), ("0", "0"), ("1", "1")])
 def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, worker: str
+    monkeypatch: pytest.MonkeyPatch, worker_begun: Any, given: str | None, worker: str
 ) -> None:
     monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
-    if given is None:
-        monkeypatch.delenv("FAST_INFERENCE", raising=False)
-    else:
+    monkeypatch.delenv("FAST_INFERENCE", raising=False)
+    if given is not None:
         monkeypatch.setenv("FAST_INFERENCE", given)
-    chosen: list[str] = []
-
-    def begin(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
-        chosen.append(fast_inference)
-        raise Begun
-
-    real = options.become_role
-    monkeypatch.setattr(options, "become_role", begin)
-    with pytest.raises(Begun):
-        worker_command.run(worker_command.build_parser().parse_args(["-d", "cpu"]))
-    assert chosen == [worker]
+    assert worker_begun(["-d", "cpu"]) == ("cpu", worker)
     for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
-    real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
+    options.become_role(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
     assert os.environ["FAST_INFERENCE"] == "0"
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "what a reward imports takes no more than it needs"

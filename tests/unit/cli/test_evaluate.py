@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,46 +17,42 @@ from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.run_plan import RunPlan
-from async_grpo.setup import devices
 from kit.archived_run import three_steps
+from kit.commands import Says
 from kit.plans import planned
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Path:
+    (path := tmp_path / "setup.py").write_text("def get_trainer():\n    raise AssertionError\n")
+    return path
 
 
 @pytest.mark.parametrize("how", ["--resume", "--overwrite"])
 def test_an_evaluation_never_continues_or_replaces_a_training_run(
-    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    how: str, setup: Path, tmp_path: Path, refused: Says
 ) -> None:
     run = three_steps(tmp_path)
-    setup = tmp_path / "setup.py"
-    setup.write_text("def get_trainer():\n    raise AssertionError\n")
     before = sorted(path.relative_to(run.root) for path in run.root.rglob("*"))
-    asked = ["evaluate", "some/model", "--config", setup, "--run-dir", run.root, how]
-    assert main(list(map(str, asked))) == 2
-    assert "holds a training run" in capsys.readouterr().err
+    said = refused("evaluate", "some/model", "--config", setup, "--run-dir", run.root, how)
+    assert "holds a training run" in said
     assert sorted(path.relative_to(run.root) for path in run.root.rglob("*")) == before
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked(setup: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see_gpus: Any) -> list[str]:
     """An evaluation that was begun with `--set max_completion_length=8`, asked for again. Nothing may start."""
-    setup = tmp_path / "setup.py"
-    setup.write_text("def get_trainer():\n    raise AssertionError\n")
     prepare(tmp_path / "evaluation", planned(setup, set={"max_completion_length": "8"}))
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
-
-    def launch(root: Path, plan: RunPlan) -> int:
-        raise AssertionError
-
-    monkeypatch.setattr(launcher, "launch", launch)
+    see_gpus(0)
+    monkeypatch.setattr(launcher, "launch", Mock(side_effect=AssertionError))
     return ["evaluate", "some/model", "--config", str(setup), "--run-dir", str(tmp_path / "evaluation"), "--resume"]
 
 
 @pytest.mark.parametrize("given", [[], ["--set", "max_completion_length=9"], ["--set", "top_k=3"]])
 def test_a_resume_with_other_values_would_mix_two_kinds_of_answers(
-    given: list[str], asked: list[str], capsys: pytest.CaptureFixture[str]
+    given: list[str], asked: list[str], refused: Says
 ) -> None:
-    assert main([*asked, *given]) == 2
-    assert "was begun with --set max_completion_length=8, and its answers are used" in capsys.readouterr().err
+    assert "was begun with --set max_completion_length=8, and its answers are used" in refused(*asked, *given)
 
 
 def test_the_same_values_continue_it(asked: list[str]) -> None:
@@ -79,10 +77,11 @@ def test_a_resume_samples_as_the_evaluation_was_begun_where_it_says_nothing(
 
 
 def test_a_path_for_the_figures_is_checked_before_they_are_made(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[str], tmp_path: Path, refused: Says
 ) -> None:
-    assert main([*asked, "--json", str(tmp_path / "nowhere" / "figures.json")]) == 2
-    assert "figures.json cannot be written: give a file in a folder that exists" in capsys.readouterr().err
+    assert "figures.json cannot be written: give a file in a folder that exists" in refused(
+        *asked, "--json", tmp_path / "nowhere" / "figures.json"
+    )
 
 
 @pytest.mark.parametrize(("rewards", "told"), [([0.0, 1.0], False), ([0.4, 1.0], True)])

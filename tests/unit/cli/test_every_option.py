@@ -18,9 +18,11 @@ from async_grpo.cli.compute import train as train_command
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup import process
 from async_grpo.setup.devices import CPU
+from kit.commands import Says
 
 REFUSED = "refused"
 HERE = Path("/") / "here"
+SERVED = ["--generator", "vllm-server", "--run-dir", str(HERE)]
 
 ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     # dest: arguments; in one process: what is seen of it; distributed: the attribute, and its value
@@ -37,24 +39,9 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "run_dir": (["--run-dir", str(HERE)], ("run_dir", HERE), "run_dir", HERE),
     "log_level": (["--log-level", "debug"], ("log_level", "DEBUG"), "plan.launch.log_level", "DEBUG"),
     "eval_every": (["--eval-every", "3"], ("eval_every", 3), "plan.training.eval_every", 3),
-    "generator": (
-        ["--generator", "vllm-server", "--run-dir", str(HERE)],
-        ("server", (HERE, None)),
-        "plan.work.generator",
-        "vllm-server",
-    ),
-    "server_devices": (
-        ["--server-devices", "1,2", "--generator", "vllm-server", "--run-dir", str(HERE)],
-        ("server", (HERE, "1,2")),
-        "plan.work.server_devices",
-        "1,2",
-    ),
-    "server_timeout": (
-        ["--server-timeout", "60", "--generator", "vllm-server", "--run-dir", str(HERE)],
-        ("server_timeout", 60.0),
-        "plan.work.server_timeout",
-        60.0,
-    ),
+    "generator": (SERVED, ("server", (HERE, None)), "plan.work.generator", "vllm-server"),
+    "server_devices": (["--server-devices=1,2", *SERVED], ("server", (HERE, "1,2")), "plan.work.server_devices", "1,2"),
+    "server_timeout": (["--server-timeout=60", *SERVED], ("server_timeout", 60.0), "plan.work.server_timeout", 60.0),
     # of a distributed run alone
     "distributed": (["--distributed"], None, "plan.worker_devices", (CPU, CPU)),
     "num_workers": (["-n", "3"], None, "plan.worker_devices", (CPU,) * 3),
@@ -230,10 +217,7 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
         (["--device", "cpu", "--delta-dir", "d"], "--delta-dir: no versions are kept without --delta-every"),
         (["--distributed", "--delta-keep", "5", "--delta-dir", "d"], "--delta-keep, --delta-dir: no versions are kept"),
-        (
-            ["--distributed", "--eval-every", "0", "--eval-k", "1", "--eval-top-p", "1"],
-            "--eval-k, --eval-top-p: --",
-        ),
+        (["--distributed", "--eval-every", "0", "--eval-k", "1", "--eval-top-p", "1"], "--eval-k, --eval-top-p: --"),
         (["--distributed", "--deterministic", "--groups-per-claim", "2"], "generates and scores each group alone"),
         (["--distributed", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
         (["--distributed", "--gpu-memory", "40GB"], "add --dry-run"),
@@ -242,20 +226,20 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
     ],
 )
 def test_what_would_change_nothing_is_refused(
-    arguments: list[str], words: str, launched: list[Any], alone: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, launched: list[Any], alone: dict[str, Any], refused: Says
 ) -> None:
-    assert main(["train", "setup.py", *arguments]) == 2
-    assert re.search(words, capsys.readouterr().err)
+    assert re.search(words, refused("train", "setup.py", *arguments))
     assert not launched and not alone
 
 
 def test_a_trainer_that_asks_for_no_server_gets_none(
-    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch, refused: Says
 ) -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=False))
     monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", lambda *given, **named: trainer)
-    assert main(["train", "setup.py", "-d", "cpu", "--generator", "vllm-server", "--run-dir", str(HERE)]) == 2
-    assert "says use_vllm=False. Add --set use_vllm=true" in capsys.readouterr().err
+    assert "says use_vllm=False. Add --set use_vllm=true" in refused(
+        "train", "setup.py", "-d", "cpu", "--generator", "vllm-server", "--run-dir", HERE
+    )
     assert "run_dir" not in alone
 
 
@@ -266,9 +250,6 @@ def test_a_trainer_that_asks_for_no_server_gets_none(
         (["server", "--config", "setup.py", "-d", "cpu", "--delta-keep", "5"], "--delta-keep: no versions are kept"),
     ],
 )
-def test_other_commands_refuse_the_same(
-    command: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(command) == 2
-    assert words in capsys.readouterr().err
+def test_other_commands_refuse_the_same(command: list[str], words: str, refused: Says, tmp_path: Path) -> None:
+    assert words in refused(*command)
     assert [path.name for path in tmp_path.iterdir()] == ["setup.py"], "nothing was begun"

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from async_grpo.cli import main
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
+from kit.commands import Says
 from kit.groups import make_group, make_job
 from kit.plans import planned
 
 RUN = "0123456789ab"
-Command = Callable[..., tuple[int, str, str]]
 
 
 def finished(job: Job, **changes: Any) -> RolloutGroup:
@@ -62,36 +62,25 @@ def stopped(root: Path) -> None:
     ServerQueue.open(root, RUN, watch_workers=False).close()
 
 
-@pytest.fixture
-def command(root: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = main(["queue", str(root), *arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
-
-
 @pytest.mark.usefixtures("server")
-def test_ls_has_one_line_for_each_open_job(command: Command) -> None:
-    code, out, _ = command("ls")
-    assert code == 0
+def test_ls_has_one_line_for_each_open_job(root: Path, printed: Says) -> None:
+    out = printed("queue", root, "ls")
     lines = [line.split()[:4] for line in out.splitlines()[1:-1]]
     assert lines == [["1", "1", "complete", "dev1"], ["2", "1", "processing", "dev1"], ["5", "1", "processing", "dev1"]]
     assert out.endswith("3 open\n")
 
 
-def test_ls_says_when_a_worker_is_dead(root: Path, server: ServerQueue, command: Command) -> None:
+@pytest.mark.usefixtures("server")
+def test_ls_says_when_a_worker_is_dead(root: Path, printed: Says) -> None:
     path = root / "queue" / "0000000005.a00_processing_by_dev1.safetensors"
     path.rename(path.with_name("0000000005.a00_processing_by_dev7.safetensors"))
-    assert "dev7, not alive" in command("ls")[1]
+    assert "dev7, not alive" in printed("queue", root, "ls")
 
 
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("name", ["1", "0000000001", "queue/0000000001.a00_complete_from_dev1.safetensors"])
-def test_show_prints_a_group_readably(command: Command, name: str) -> None:
-    code, out, _ = command("show", name)
-    assert code == 0
+def test_show_prints_a_group_readably(root: Path, printed: Says, name: str) -> None:
+    out = printed("queue", root, "show", name)
     for text in (
         "queue/0000000001.a00_complete_from_dev1.safetensors",
         "    prompt: 1+1=",
@@ -115,35 +104,33 @@ def test_show_prints_a_group_readably(command: Command, name: str) -> None:
         ("4", ["quarantine/0000000004.a00_broken_", "cannot be used: it is truncated", "set aside because:"]),
     ],
 )
-def test_show_finds_a_group_wherever_it_is(command: Command, seq: str, texts: list[str]) -> None:
-    code, out, _ = command("show", seq)
-    assert code == 0
+def test_show_finds_a_group_wherever_it_is(root: Path, printed: Says, seq: str, texts: list[str]) -> None:
+    out = printed("queue", root, "show", seq)
     for text in texts:
         assert text in out
 
 
 @pytest.mark.usefixtures("server")
-def test_the_age_of_a_file_is_told_in_what_people_count_in(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_a_file_is_told_in_what_people_count_in(
+    root: Path, printed: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
     later = time.time() + 3 * 3600
     monkeypatch.setattr("async_grpo.cli.inspect.queue.time.time", lambda: later)
-    assert "3 h 0 min ago" in command("ls")[1]
+    assert "3 h 0 min ago" in printed("queue", root, "ls")
 
 
 @pytest.mark.usefixtures("server")
-def test_quarantine_lists_reasons(command: Command) -> None:
-    code, out, _ = command("quarantine")
-    assert code == 0
+def test_quarantine_lists_reasons(root: Path, printed: Says) -> None:
+    out = printed("queue", root, "quarantine")
     assert "group 3, try 1: given up (0000000003.a00_failed.safetensors)\n" in out
     assert "    ValueError: no \\x1b[31m reward\n" in out
     assert "group 4, try 1: unusable file; its job was issued again" in out
     assert out.endswith("2 set aside\n")
 
 
-def test_requeue_gives_one_more_try_whose_result_is_used(server: ServerQueue, command: Command, root: Path) -> None:
+def test_requeue_gives_one_more_try_whose_result_is_used(server: ServerQueue, printed: Says, root: Path) -> None:
     server.finished()  # the server has noticed that 3 was given up
-    code, out, _ = command("requeue", "3")
-    assert code == 0
-    assert out.startswith("Group 3 is pending again, for one more try.")
+    assert printed("queue", root, "requeue", "3").startswith("Group 3 is pending again, for one more try.")
     assert (root / "queue" / "0000000003.a01_pending.safetensors").exists()
     assert not list((root / "quarantine").glob("0000000003*"))
     other = WorkerQueue.open(root, 2, "cpu")
@@ -156,40 +143,32 @@ def test_requeue_gives_one_more_try_whose_result_is_used(server: ServerQueue, co
 
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("seq", ["1", "4", "99"])
-def test_only_what_was_given_up_can_be_requeued(command: Command, seq: str) -> None:
-    code, _, error = command("requeue", seq)
-    assert (code, error) == (2, f"error: Group {seq} was not given up. Given up: 3.\n")
+def test_only_what_was_given_up_can_be_requeued(root: Path, refused: Says, seq: str) -> None:
+    assert refused("queue", root, "requeue", seq) == f"error: Group {seq} was not given up. Given up: 3.\n"
+
+
+NO_NAMES = ["", "x", "-1", "42.a00", "12345678901", "42.safetensors; rm"]
 
 
 @pytest.mark.usefixtures("stopped")
-def test_requeue_needs_a_live_server(command: Command) -> None:
-    code, _, error = command("requeue", "3")
-    assert code == 2
-    assert "No parameter server is alive" in error
-    assert "--resume" in error
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["requeue", "3"], "No parameter server is alive.*--resume"),
+        (["show", "7"], "has no file of group 7"),
+        (["show", "../7"], "has no file of group 7"),  # only the last part of a path counts
+        *((["show", "--", name], "must be a group's number") for name in NO_NAMES),
+    ],
+)
+def test_refusals(root: Path, refused: Says, arguments: list[str], words: str) -> None:
+    assert re.search(words, refused("queue", root, *arguments), re.DOTALL)
+
+
+def test_what_is_no_run_directory_is_an_error(tmp_path: Path, refused: Says) -> None:
+    assert "is not a run directory" in refused("queue", tmp_path, "ls")
 
 
 @pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("name", ["7", "../7"])  # only the last part of a path counts
-def test_a_group_without_a_file_is_an_error(command: Command, name: str) -> None:
-    code, _, error = command("show", name)
-    assert code == 2
-    assert "has no file of group 7" in error
-
-
-def test_what_is_no_run_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["queue", str(tmp_path), "ls"]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["", "x", "-1", "42.a00", "12345678901", "42.safetensors; rm"])
-def test_a_name_that_is_none_is_refused(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["queue", str(root), "show", "--", name])
-    assert "must be a group's number" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("stopped")
-def test_an_empty_queue(command: Command) -> None:
-    assert command("ls")[1].endswith("0 open\n")
-    assert command("quarantine") == (0, "0 set aside\n", "")
+def test_an_empty_queue(root: Path, printed: Says) -> None:
+    assert printed("queue", root, "ls").endswith("0 open\n")
+    assert printed("queue", root, "quarantine") == "0 set aside\n"

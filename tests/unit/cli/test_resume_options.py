@@ -20,7 +20,7 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.run_plan import RunPlan
-from async_grpo.setup import devices
+from kit.commands import Says
 from kit.plans import planned
 
 BEGUN = shlex.split("-n 3 --steps 30 --max-staleness 2 --seed 7 --keep-done 2GB --eval-k 1,5 --worker-timeout 9")
@@ -29,7 +29,7 @@ Launched = list[RunPlan]
 
 
 @pytest.fixture
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see_gpus: Any) -> Launched:
     """What would be launched. A launch prepares its run directory, and leaves a stopped run at step 5."""
     found: Launched = []
 
@@ -41,7 +41,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "launch", launch)
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
+    see_gpus(0)
     for name in ("my trainer.py", "other.py"):
         (tmp_path / name).write_text("def get_trainer(): ...\n")
     return found
@@ -57,11 +57,8 @@ def test_a_plain_resume_has_every_option_of_the_run(launched: Launched, command:
     assert main(command) == 0
     first, second = launched
     assert same_but_resumed(first, second)
-    assert (second.training.steps, str(second.training.keep_done), second.launch.worker_timeout) == (
-        30,
-        "2000000KB",
-        9.0,
-    )
+    training, launch = second.training, second.launch
+    assert (training.steps, str(training.keep_done), launch.worker_timeout) == (30, "2000000KB", 9.0)
 
 
 def test_a_command_line_is_parsed_once(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +78,9 @@ def test_the_printed_command_continues_the_run_as_it_was(launched: Launched, mon
     assert same_but_resumed(*launched)
 
 
-def test_what_may_change_is_changed_and_said(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_may_change_is_changed_and_said(launched: Launched, printed: Says) -> None:
     assert main(["train", "my trainer.py", *BEGUN]) == 0
-    assert main(["train", "other.py", "--resume", "--steps", "50", "--max-staleness", "2", "--quiet"]) == 0
-    said = capsys.readouterr().out
+    said = printed("train", "other.py", "--resume", "--steps", "50", "--max-staleness", "2", "--quiet")
     assert "--steps 50 from now on; the run was begun with --steps 30" in said
     assert "--quiet from now on; the run was begun without this option" in said
     assert "the setup file is other.py from now on" in said
@@ -94,12 +90,9 @@ def test_what_may_change_is_changed_and_said(launched: Launched, capsys: pytest.
     assert launched[-1].config.name == "other.py"
 
 
-def test_values_of_the_configuration_are_kept_one_by_one(
-    launched: Launched, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_of_the_configuration_are_kept_one_by_one(launched: Launched, printed: Says) -> None:
     assert main(["train", "my trainer.py", *BEGUN]) == 0
-    assert main(["train", "--resume", "--set", "learning_rate=2e-5", "--set", "beta=0.1"]) == 0
-    said = capsys.readouterr().out
+    said = printed("train", "--resume", "--set", "learning_rate=2e-5", "--set", "beta=0.1")
     assert "--set learning_rate=2e-5 from now on; it was 1e-5" in said
     assert "--set beta=0.1 from now on; the run was begun without this value" in said
     assert main(["train", "--resume"]) == 0
@@ -111,12 +104,11 @@ def test_values_of_the_configuration_are_kept_one_by_one(
     [["--seed", "8"], ["--correction", "tis"], ["--deterministic"], ["--filter-zero-variance"], ["--choose-prompts"]],
 )
 def test_what_cannot_change_is_refused_and_nothing_is_started(
-    launched: Launched, given: list[str], capsys: pytest.CaptureFixture[str]
+    launched: Launched, given: list[str], refused: Says
 ) -> None:
     assert main(["train", "my trainer.py", *BEGUN]) == 0
     before = Path("worker/run.json").read_bytes()
-    assert main(["train", "--resume", *given]) == 2
-    error = capsys.readouterr().err
+    error = refused("train", "--resume", *given)
     assert "was begun with" in error and f"leave {given[0]} out" in error
     assert len(launched) == 1 and Path("worker/run.json").read_bytes() == before
     assert main(["train", "--resume", "--seed", "7"]) == 0, "it agrees"
@@ -136,9 +128,9 @@ def test_a_run_that_a_server_by_hand_began_continues_with_a_launcher(launched: L
 
 
 def test_a_server_by_hand_is_where_it_was_and_says_where_it_goes(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, see_gpus: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "visible_gpus", lambda: 2)
+    see_gpus(2)
     monkeypatch.setattr(server, "_prepare", lambda args, plan: launched.append(plan) or prepare(args.run_dir, plan))
     monkeypatch.setattr(server.options, "become_role", lambda *_, **__: sys.exit(0))
     for flags in (["--config", "my trainer.py", "-d", "1"], ["--resume"], ["--resume", "-d", "cpu"]):
@@ -149,24 +141,22 @@ def test_a_server_by_hand_is_where_it_was_and_says_where_it_goes(
     assert "--master-device-id cpu from now on; the run was begun with --master-device-id 1" in capsys.readouterr().out
 
 
-def test_a_trainer_of_several_processes_can_go_on_as_one(
-    launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trainer_of_several_processes_can_go_on_as_one(launched: Launched, tmp_path: Path, printed: Says) -> None:
     (tmp_path / "ddp.yaml").write_text("num_processes: 2\n")
     assert main(["train", "my trainer.py", "-n", "1", "--accelerate-config", "ddp.yaml"]) == 0
-    assert main(["train", "--resume", "--accelerate-config", "none"]) == 0
-    assert "without --accelerate-config from now on; the run was begun with" in capsys.readouterr().out
+    assert "without --accelerate-config from now on; the run was begun with" in printed(
+        "train", "--resume", "--accelerate-config", "none"
+    )
     assert launched[-1].launch.accelerate_config is None
 
 
 @pytest.mark.parametrize("command", [train, server])
-def test_a_finished_run_has_nothing_to_do(launched: Launched, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_has_nothing_to_do(launched: Launched, command: Any, printed: Says) -> None:
     assert main(["train", "my trainer.py", *BEGUN]) == 0
     RunDir(Path("worker")).update_state(state=runs.FINISHED, step=30)
     before = Path("worker/run.json").read_bytes()
     name = command.__name__.rpartition(".")[2]
-    assert main([name, "--resume"]) == 0
-    assert "nothing to do: run" in capsys.readouterr().out
+    assert "nothing to do: run" in printed(name, "--resume")
     assert len(launched) == 1 and Path("worker/run.json").read_bytes() == before
     assert main(["train", "--resume", "--steps", "31"]) == 0
     assert launched[-1].training.steps == 31
@@ -177,15 +167,14 @@ def test_a_finished_run_has_nothing_to_do(launched: Launched, command: Any, caps
     [("training", "steps", "many"), ("training", "colour", "red"), ("launch", "worker_timeout", None)],
 )
 def test_a_plan_that_cannot_be_read_is_refused_by_the_name_of_its_field(
-    launched: Launched, kind: str, name: str, value: Any, capsys: pytest.CaptureFixture[str]
+    launched: Launched, kind: str, name: str, value: Any, refused: Says
 ) -> None:
     assert main(["train", "my trainer.py", *BEGUN]) == 0
     path = Path("worker/run.json")
     state = json.loads(path.read_text())
     state["plan"][kind][name] = value
     path.write_text(json.dumps(state))
-    assert main(["train", "--resume"]) == 2
-    said = capsys.readouterr().err
+    said = refused("train", "--resume")
     assert "is not the record of a run" in said and name in said
 
 

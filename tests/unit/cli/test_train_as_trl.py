@@ -18,6 +18,7 @@ from async_grpo.rundir.paths import STOPPED, RunDir
 from async_grpo.rundir.run_plan import RunPlan, TRLCall
 from async_grpo.rundir.summary import next_command
 from async_grpo.setup.generated.trl_command import called_here, setup_file_of_run
+from kit.commands import Says
 
 YAML = "model_name_or_path: my/model\nlearning_rate: 1e-5\nenv: {OF_A_FILE: 3}\n"
 
@@ -110,10 +111,7 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
         (["other.yaml"], "Setup file not found"),
         (["mine.py", "--config", "mine.py"], "unrecognized arguments: mine.py"),
         (["--distribted"], "unrecognized arguments: --distribted. Did you mean --distributed?"),
-        (
-            ["mine.py", "--learning_rate", "1"],
-            "--learning-rate 1. With a Python file, or --resume, it is --set learning_",
-        ),
+        (["mine.py", "--learning_rate", "1"], "--learning-rate 1. With a Python file, or --resume, it is --set learni"),
         (["--model_name_or_path", "m", "--hub_token", "x"], "--hub_token: run.json keeps the arguments"),
         (["--model_name_or_path", "m", "--hub-tok", "x"], "--hub_token: run.json keeps the arguments"),
         (["grpo.yaml", "--resume_from_check=x"], "--resume_from_checkpoint: --resume continues a run"),
@@ -122,15 +120,9 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
         (["grpo.yaml", "--resume", "--lora_r", "4"], "--lora-r 4. Flags of `trl grpo` go with its YAML file"),
     ],
 )
-def test_refusals(
-    given: list[str], said: str, launched: list[Launched], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals(given: list[str], said: str, launched: list[Launched], folder: Path, refused: Says) -> None:
     (folder / "mine.py").write_text("def get_trainer(): ...")
-    try:
-        code = main(["train", *given])
-    except SystemExit as refused:
-        code = int(str(refused.code))
-    assert code == 2 and said in capsys.readouterr().err and not launched
+    assert said in refused("train", *given) and not launched
 
 
 @pytest.mark.parametrize(
@@ -172,10 +164,9 @@ def test_a_line_that_is_no_yaml_is_named_and_not_quoted(text: str, said: str, fo
 @pytest.mark.parametrize(
     "command", ["server --config", "worker --config", "doctor --config", "sweep", "evaluate m --config"]
 )
-def test_every_command_with_a_setup_file_reads_a_yaml_file(command: str, folder: Path, capsys: Any) -> None:
+def test_every_command_with_a_setup_file_reads_a_yaml_file(command: str, folder: Path, refused: Says) -> None:
     (folder / "broken.yaml").write_text("- a")
-    assert main([*command.split(), "broken.yaml"]) == 2
-    assert "must contain a YAML mapping" in capsys.readouterr().err
+    assert "must contain a YAML mapping" in refused(*command.split(), "broken.yaml")
 
 
 def test_the_file_of_the_run_in_another_spelling_means_its_flags(launched: list[Launched], folder: Path) -> None:
@@ -212,9 +203,7 @@ def test_a_server_by_hand_keeps_the_arguments(folder: Path, monkeypatch: pytest.
     assert prepared[0].trl == TRLCall(["--config", str(folder / "grpo.yaml")], str(folder))
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Says) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "grpo.yaml"))
-    assert main(["train", "grpo.yaml", "-n", "2"]) == 2
-    assert "cannot be written into" in (said := capsys.readouterr().err) and "Set XDG_CACHE_HOME" in said
+    said = refused("train", "grpo.yaml", "-n", "2")
+    assert "cannot be written into" in said and "Set XDG_CACHE_HOME" in said

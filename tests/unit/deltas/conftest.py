@@ -7,6 +7,9 @@ import os
 import pytest
 
 from async_grpo.deltas import writer
+from kit.commands import printed, refused
+
+__all__ = ["printed", "refused"]
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from async_grpo.deltas.statistics import kind_of, layer_of
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.paths import RunDir
 from kit.archived_run import three_steps
+from kit.commands import Says
 
 
 @pytest.fixture
@@ -30,27 +31,22 @@ def chain(tmp_path: Path) -> Path:
     return write_chain(tmp_path / "chain", 10)
 
 
-def test_verify_says_up_to_where_a_chain_is_intact(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["delta", "verify", str(chain)]) == 0
-    assert "intact: 11 versions rebuilt" in capsys.readouterr().out
+def test_verify_says_up_to_where_a_chain_is_intact(chain: Path, printed: Says) -> None:
+    assert "intact: 11 versions rebuilt" in printed("delta", "verify", chain)
     (chain / "000006.delta").unlink()
-    assert main(["delta", "verify", str(chain), "--json", str(chain / "found.json")]) == 1
-    said = capsys.readouterr().out
+    said = printed("delta", "verify", chain, "--json", chain / "found.json", code=1)
     assert "broken: 000007.delta: it starts from version 6, whose file is missing" in said
     assert "intact up to version 5, and again 3 versions from 8 to 10" in said
     assert json.loads((chain / "found.json").read_text())["up_to"] == 5
 
 
-def test_rebuild_writes_the_newest_or_the_version_asked_for(
-    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rebuild_writes_the_newest_or_the_version_asked_for(chain: Path, tmp_path: Path, refused: Says) -> None:
     for options, version in (([], 10), (["--step", "3"], 3)):
         folder = tmp_path / f"rebuilt-{version}"
         assert main(["delta", "rebuild", str(chain), "--output", str(folder), *options]) == 0
         tensors = load_file(folder / "model.safetensors")
         assert equal({name: tensor.view(np.uint32) for name, tensor in tensors.items()}, weights(version))
-    assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "rebuilt-3")]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in refused("delta", "rebuild", chain, "--output", str(tmp_path / "rebuilt-3"))
 
 
 @pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("/etc/hostname")], ids=["pipe", "link"])
@@ -91,21 +87,19 @@ class Bomb:
 
 
 def test_files_that_others_pickled_are_refused_and_not_opened(
-    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chain: Path, tmp_path: Path, refused: Says, printed: Says
 ) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "delta_000001.pt").write_bytes(bomb)
     for path in (tmp_path / "theirs", tmp_path / "theirs" / "delta_000001.pt"):
-        assert main(["delta", "rebuild", str(path)]) == 2
-        assert f"{path} is neither a chain of deltas nor a run directory" in capsys.readouterr().err
+        assert f"{path} is neither a chain of deltas nor a run directory" in refused("delta", "rebuild", path)
     (chain / "000006.delta").write_bytes(bomb)
-    assert main(["delta", "verify", str(chain)]) == 1
-    assert "broken: 000006.delta: it is not a delta" in capsys.readouterr().out
+    assert "broken: 000006.delta: it is not a delta" in printed("delta", "verify", chain, code=1)
     assert not (tmp_path / "ran").exists()
 
 
-def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_and_diff_count_what_changed(chain: Path, printed: Says) -> None:
     old, new = weights(4), weights(5)
     by_hand = {name: (old[name] != new[name]).mean() for name in old}
     assert main(["delta", "stats", str(chain), "--over", "2,3", "--json", str(chain / "s.json")]) == 0
@@ -121,19 +115,19 @@ def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFi
     pairs = [(weights(v), weights(v + 2)) for v in range(0, 10, 2)]
     same = [sum((a[n] == b[n]).sum() for n in a) / 600 for a, b in pairs]
     assert figures["unchanged_over"]["2"] == pytest.approx(sum(same) / len(same))
-    assert main(["delta", "diff", str(chain), "4", "5"]) == 0
-    said = capsys.readouterr().out
+    said = printed("delta", "diff", chain, "4", "5")
     changed = sum(int((old[name] != new[name]).sum()) for name in old)
     assert f"version 4 to 5: {changed} of 600 elements differ" in said
 
 
 def test_a_picture_has_a_row_for_each_layer_and_kind(
-    chain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chain: Path, printed: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    assert main(["delta", "stats", str(chain), "--plot", str(chain / "map.svg")]) == 0
-    assert "map.svg: a heat map of 3 rows and 10 versions" in capsys.readouterr().out
+    assert "map.svg: a heat map of 3 rows and 10 versions" in printed(
+        "delta", "stats", chain, "--plot", chain / "map.svg"
+    )
     rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawn[0].axes[:2]]
     assert rows == [["0", "1", "rest"], ["q_proj", "up_proj", "norm"]]
 
@@ -180,16 +174,13 @@ def test_layers_and_kinds_of_matrices(name: str, layer: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_run_directory_is_no_model_to_evaluate(
-    kept: bool, chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_directory_is_no_model_to_evaluate(kept: bool, chain: Path, tmp_path: Path, refused: Says) -> None:
     run = three_steps(tmp_path)
     if kept:
         RunDir(run.root).update_state(delta_dir=str(chain))
     setup = tmp_path / "setup.py"
     setup.write_text("def get_trainer():\n    raise AssertionError\n")
-    assert main(["evaluate", str(run.root), "--config", str(setup), "--run-dir", str(tmp_path / "evaluation")]) == 2
-    said = capsys.readouterr().err
+    said = refused("evaluate", run.root, "--config", setup, "--run-dir", tmp_path / "evaluation")
     if kept:
         assert f"is a run directory. Name one of the versions that it kept, such as {run.root}@10" in said
     else:

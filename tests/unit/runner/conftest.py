@@ -3,4 +3,8 @@
 import sys
 from pathlib import Path
 
+from kit.commands import printed, refused
+
+__all__ = ["printed", "refused"]
+
 sys.path.insert(0, str(Path(__file__).parent))

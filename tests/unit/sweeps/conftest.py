@@ -8,6 +8,9 @@ import pytest
 from sweep_yard import SweepYard, play
 
 from async_grpo.launch import supervisor
+from kit.commands import printed, refused
+
+__all__ = ["printed", "refused"]
 
 
 @pytest.fixture

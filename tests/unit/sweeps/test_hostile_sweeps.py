@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from async_grpo.api.notebook import Panel
-from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.reports.series import logged
 from async_grpo_experiments.slots.ledger import FINISHED, LEDGER, Record
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.run_progress import curves
+from kit.commands import Says
 
 HUGE = "1" + "0" * 400
 
@@ -37,16 +37,13 @@ def sweep(tmp_path: Path) -> Sweep:
 
 
 @pytest.mark.parametrize("values", [{"0": [1.0], "1": []}, {"0": [1.0, 1.0, 1.0]}, {"0": 3, "1": "x"}])
-def test_values_by_problem_that_are_no_pairs_are_left_out(
-    sweep: Sweep, values: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_by_problem_that_are_no_pairs_are_left_out(sweep: Sweep, values: dict[str, Any], refused: Says) -> None:
     figure = {"value": 1.0, "low": None, "high": None, "problems": 2}
     line = {"run_id": "r", "step": 1, "seconds": 1.0, "replicates": 1, "sampling": {}, "first_seq": 0}
     for run in sweep.runs:
         found = {**line, "figures": {"success_rate": figure}, "tasks": {}, "failed": {}, "by_problem": values}
         (run.run_dir / "evaluations.jsonl").write_text(json.dumps(found) + "\n")
-    assert main(["compare", str(sweep.folder), str(sweep.folder)]) == 2
-    assert "no evaluation in common" in capsys.readouterr().err
+    assert "no evaluation in common" in refused("compare", sweep.folder, sweep.folder)
 
 
 def test_numbers_of_hundreds_of_digits_are_left_out(sweep: Sweep) -> None:
@@ -80,13 +77,12 @@ def _planted(folder: Path) -> Path:
 
 @pytest.mark.parametrize("plant", [_others_may_write, _through_a_link, _planted])
 def test_a_sweep_that_others_could_have_written_is_not_continued(
-    sweep: Sweep, plant: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sweep: Sweep, plant: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, refused: Says
 ) -> None:
     monkeypatch.setattr(
         "async_grpo_experiments.sweeps.sweep.run_sweep", lambda *_, **__: pytest.fail("it was continued")
     )
-    assert main(["sweep", str(plant(sweep.folder)), "--resume"]) == 2
-    told = capsys.readouterr().err
+    told = refused("sweep", str(plant(sweep.folder)), "--resume")
     assert told.startswith("error: ") and "--run-dir" not in told, "a sweep has no such option"
 
 
@@ -107,12 +103,12 @@ def test_a_sweep_is_found_from_within_its_own_folder(sweep: Sweep, monkeypatch: 
 
 
 def test_a_sweep_whose_folder_was_renamed_is_refused_by_either_name_with_what_to_do(
-    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+    sweep: Sweep, refused: Says
 ) -> None:
     renamed = sweep.folder.rename(sweep.folder.with_name("old"))
-    assert main(["sweep", str(renamed), "--resume"]) == 2
-    assert f"beside its runs: rename it to {sweep.folder}, then continue." in capsys.readouterr().err
-    assert main(["sweep", str(sweep.folder), "--resume"]) == 2
-    assert f"{sweep.folder} does not exist: neither a sweep's folder nor a setup file" in capsys.readouterr().err
-    assert main(["sweep", sweep.setup, "--output-base", str(sweep.folder.parent), "--resume"]) == 2
-    assert "sweep_my_trainer does not exist. Name the folder that a sweep wrote" in capsys.readouterr().err
+    for command, words in (
+        ([renamed], f"beside its runs: rename it to {sweep.folder}, then continue."),
+        ([sweep.folder], f"{sweep.folder} does not exist: neither a sweep's folder nor a setup file"),
+        ([sweep.setup, "--output-base", sweep.folder.parent], "sweep_my_trainer does not exist. Name the folder that"),
+    ):
+        assert words in refused("sweep", *command, "--resume")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Question, TrainerFacts
-from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, WorkerSettings
 from async_grpo_experiments.sweeps import commands, plan, preflight
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, wandb_is_offline
+from kit.commands import Says
 from kit.trainer_facts import facts
 
 SETUP = "def get_trainer(): ...\n"
@@ -44,31 +44,20 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--base-port", "22000", "--start-instance", "300"], "leaves no port below 65535"),
         (["--run-prefix", "../up"], "must be letters, digits"),
         (["--resume"], "outputs/sweep_mine does not exist"),
+        (["--resume", "--seeds", "3", "--steps", "9"], "leave --seeds, --steps out"),
         (["--eval-k", "9"], "--eval-k 9 needs at least as many completions"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence_and_leaves_nothing(
-    setup: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    setup: Path, refused: Says, arguments: list[str], words: str
 ) -> None:
-    try:
-        code = main(["sweep", str(setup), *arguments])
-    except SystemExit as exit:
-        code = int(exit.code or 0)
-    assert code == 2
-    assert words in capsys.readouterr().err
+    assert words in refused("sweep", setup, *arguments)
     assert not list(Path().glob("outputs/*/sweep.json"))
 
 
-def test_without_a_setup_file_the_dataset_has_one(setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep"]) == 2
-    assert "a setup file, or --dataset" in capsys.readouterr().err
-    assert main(["sweep", "--dataset", "gsm8k"]) == 2
-    assert "Setup file not found: src/app/trainer_setup_dataset.py" in capsys.readouterr().err
-
-
-def test_a_resumed_sweep_takes_no_other_options(setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", str(setup), "--resume", "--seeds", "3", "--steps", "9"]) == 2
-    assert "leave --seeds, --steps out" in capsys.readouterr().err
+def test_without_a_setup_file_the_dataset_has_one(setup: Path, refused: Says) -> None:
+    assert "a setup file, or --dataset" in refused("sweep")
+    assert "Setup file not found: src/app/trainer_setup_dataset.py" in refused("sweep", "--dataset", "gsm8k")
 
 
 def test_two_sweeps_have_nothing_in_common(setup: Path) -> None:
