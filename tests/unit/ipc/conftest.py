@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from async_grpo_ipc import WeightExporter
+from async_grpo_ipc import WeightExporter, open_remote_memory
 
 
 class TinyModel(nn.Module):
@@ -46,3 +46,23 @@ def trainer() -> TinyModel:
 def exporter(trainer: TinyModel, handle: Path):
     with WeightExporter.from_model(trainer, handle, buffers=True) as exporter:
         yield exporter
+
+
+@pytest.fixture
+def published(exporter: WeightExporter) -> WeightExporter:
+    """An exporter of version 1."""
+    exporter.publish(1)
+    return exporter
+
+
+@pytest.fixture
+def remote(published: WeightExporter, handle: Path):
+    """A reader of version 1."""
+    with open_remote_memory(handle) as remote:
+        yield remote
+
+
+@pytest.fixture
+def model() -> TinyModel:
+    """A reader's model, of other weights than the trainer's."""
+    return TinyModel(seed=2)

@@ -17,9 +17,9 @@ def test_inspect_shows_slots_sizes_versions_and_holders(exporter, handle, capsys
     assert "embed.weight" in shown
 
 
-def test_inspect_of_a_dead_exporter_says_so(exporter, handle, capsys):
+def test_inspect_of_a_dead_exporter_says_so(published, handle, capsys):
     raw = handle.read_bytes()
-    exporter.close()
+    published.close()
     handle.write_bytes(raw)
     assert main(["inspect", str(handle)]) == 0
     assert "has ended" in capsys.readouterr().out

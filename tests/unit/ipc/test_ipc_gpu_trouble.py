@@ -137,18 +137,12 @@ def test_memory_that_cannot_be_pinned_breaks_nothing_later(
     assert said == ["CUDA error 712): publishing takes longer.", "CUDA error 712): reading takes longer."]
 
 
-def test_pinned_memory_is_let_go_before_it_is_unmapped(machine: Any, path: Path) -> None:
-    runtime = machine()
-    with WeightExporter.from_model(nn.Linear(3, 2), path, way="host"):
-        assert len(runtime.pinned) == 1
-    assert runtime.pinned == {}
-
-
 def test_a_reader_with_a_gpu_pins_host_memory_as_what_it_may_only_read(machine: Any, path: Path) -> None:
     runtime = machine()
     with WeightExporter.from_model(nn.Linear(3, 2), path, way="host") as exporter:
         exporter.publish(1)
         own = set(runtime.pinned)
+        assert len(own) == 1
         before = runtime.synchronized
         with open_remote_memory(path) as remote:
             (flags,) = (runtime.pinned[address] for address in runtime.pinned.keys() - own)
@@ -160,6 +154,7 @@ def test_a_reader_with_a_gpu_pins_host_memory_as_what_it_may_only_read(machine: 
         assert runtime.synchronized > before, "what still reads it has ended"
         with open_remote_memory(path, device="cpu"):
             assert set(runtime.pinned) == own, "a CPU reads pageable memory as fast"
+    assert runtime.pinned == {}, "let go before it is unmapped"
 
 
 def test_memory_that_is_not_the_exporters_is_not_left_pinned(
@@ -195,15 +190,15 @@ def readers(machine: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             yield state
 
 
-def test_what_was_read_under_a_lease_is_not_believed_after_the_exporters_death(readers: Any) -> None:
+@pytest.mark.parametrize("error", [None, ValueError("these weights are not the trainer's")])
+def test_what_was_read_under_a_lease_is_not_believed_after_the_exporters_death(
+    readers: Any, error: Exception | None
+) -> None:
+    """Nor is an error that was drawn from lost memory."""
     with pytest.raises(ExporterDiedError), readers.remote.lease():
         readers.dying = True
-
-
-def test_an_error_drawn_from_lost_memory_is_not_believed_either(readers: Any) -> None:
-    with pytest.raises(ExporterDiedError), readers.remote.lease():
-        readers.dying = True
-        raise ValueError("these weights are not the trainer's")
+        if error is not None:
+            raise error
 
 
 @pytest.mark.parametrize("wait", [True, False])

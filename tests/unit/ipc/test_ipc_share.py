@@ -35,120 +35,96 @@ def test_nothing_is_ready_before_the_first_publish(exporter, handle):
         assert remote.version == exporter.version == 3
 
 
-def test_lease_shows_every_tensor_without_a_copy(exporter, handle, trainer):
-    exporter.publish(1)
-    with open_remote_memory(handle) as remote:
-        with remote.lease() as view:
-            assert view.version == 1
-            assert view.generation == exporter.generation == remote.generation
-            assert set(view.names()) == set(trainer.state_dict())
-            assert len(view) == len(view.names())
-            assert "scale" in view
-            for name, tensor in view.items():
-                assert torch.equal(tensor, trainer.state_dict()[name]), name
-                assert tensor.data_ptr() % 256 == 0 or tensor.numel() == 0
-            assert view["head.weight"].data_ptr() == view["embed.weight"].data_ptr()
-            assert view["permuted"].stride() == trainer.permuted.stride()
-        with pytest.raises(ValueError, match="lease of this view has ended"):
-            view["scale"]
+def test_lease_shows_every_tensor_without_a_copy(published, remote, trainer):
+    with remote.lease() as view:
+        assert view.version == 1
+        assert view.generation == published.generation == remote.generation
+        assert set(view.names()) == set(trainer.state_dict())
+        assert len(view) == len(view.names())
+        assert "scale" in view
+        for name, tensor in view.items():
+            assert torch.equal(tensor, trainer.state_dict()[name]), name
+            assert tensor.data_ptr() % 256 == 0 or tensor.numel() == 0
+        assert view["head.weight"].data_ptr() == view["embed.weight"].data_ptr()
+        assert view["permuted"].stride() == trainer.permuted.stride()
+    with pytest.raises(ValueError, match="lease of this view has ended"):
+        view["scale"]
 
 
-def test_pull_copies_and_keeps_the_parameters_in_place(exporter, handle, trainer, tiny):
-    exporter.publish(1)
-    model = tiny(2)
+def test_pull_copies_and_keeps_the_parameters_in_place(published, remote, trainer, model):
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    with open_remote_memory(handle) as remote:
-        assert remote.pull(model) == 1
-        assert same(model, trainer)
-        step(trainer)
-        exporter.publish(2)
-        assert not same(model, trainer)
-        assert remote.pull(model) == 2
-        assert same(model, trainer)
+    assert remote.pull(model) == 1
+    assert same(model, trainer)
+    step(trainer)
+    published.publish(2)
+    assert not same(model, trainer)
+    assert remote.pull(model) == 2
+    assert same(model, trainer)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
 
 
-def test_pull_follows_a_model_that_moves(exporter, handle, trainer, tiny):
-    exporter.publish(1)
-    model = tiny(2)
-    with open_remote_memory(handle) as remote:
-        remote.pull(model)
-        flatten_parameters(model)
-        model.body = nn.Linear(8, 8)
-        remote.pull(model)
-        assert same(model, trainer)
+def test_pull_follows_a_model_that_moves(remote, trainer, model):
+    remote.pull(model)
+    flatten_parameters(model)
+    model.body = nn.Linear(8, 8)
+    remote.pull(model)
+    assert same(model, trainer)
 
 
-def test_aliased_model_stays_on_its_version_until_refresh(exporter, handle, trainer, tiny):
-    exporter.publish(1)
-    model = tiny(2)
+def test_aliased_model_stays_on_its_version_until_refresh(published, remote, trainer, model):
     objects = list(model.parameters())
-    with open_remote_memory(handle) as remote:
-        assert remote.alias(model) == 1
-        assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
-        assert same(model, trainer)
-        before = model.body.weight.clone()
+    assert remote.alias(model) == 1
+    assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
+    assert same(model, trainer)
+    before = model.body.weight.clone()
+    step(trainer)
+    assert published.publish(2)
+    assert not published.publish(3), "slot of version 1 is aliased, slot of version 2 is the newest"
+    assert (published.skipped, published.version) == (1, 2)
+    assert torch.equal(model.body.weight, before)
+    assert remote.refresh() == 2
+    assert same(model, trainer)
+    assert published.publish(3)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+
+
+def test_idle_worker_does_not_block_publishing(published, remote, trainer, model):
+    remote.alias(model)
+    remote.release()
+    for version in range(2, 6):
         step(trainer)
-        assert exporter.publish(2)
-        assert not exporter.publish(3), "slot of version 1 is aliased, slot of version 2 is the newest"
-        assert exporter.skipped == 1
-        assert exporter.version == 2
-        assert torch.equal(model.body.weight, before)
-        assert remote.refresh() == 2
-        assert same(model, trainer)
-        assert exporter.publish(3)
-        assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+        assert published.publish(version)
+    assert remote.refresh() == 5
+    assert same(model, trainer)
 
 
-def test_idle_worker_does_not_block_publishing(exporter, handle, trainer, tiny):
-    exporter.publish(1)
-    model = tiny(2)
-    with open_remote_memory(handle) as remote:
-        remote.alias(model)
-        remote.release()
-        for version in range(2, 6):
-            step(trainer)
-            assert exporter.publish(version)
-        assert remote.refresh() == 5
-        assert same(model, trainer)
+def test_meta_model_gets_its_only_memory_by_aliasing(remote, trainer, tiny):
+    model = tiny(2).to("meta")
+    remote.alias(model)
+    assert same(model, trainer)
+    assert model.head.weight is model.embed.weight
+    remote.detach(keep_weights=True)
+    assert same(model, trainer)
+    with pytest.raises(MismatchError, match="weight of this model is not published"):
+        remote.alias(nn.Linear(8, 8, device="meta"))
+    with pytest.raises(MismatchError, match="meta device and has no memory"):
+        remote.pull(tiny(2).to("meta"))
 
 
-def test_meta_model_gets_its_only_memory_by_aliasing(exporter, handle, trainer, tiny):
-    exporter.publish(1)
-    with torch.device("meta"):
-        model = nn.Linear(8, 8)
-    model_on_meta = tiny(2).to("meta")
-    with open_remote_memory(handle) as remote:
-        remote.alias(model_on_meta)
-        assert same(model_on_meta, trainer)
-        assert model_on_meta.head.weight is model_on_meta.embed.weight
-        remote.detach(keep_weights=True)
-        assert same(model_on_meta, trainer)
-        with pytest.raises(MismatchError, match="weight of this model is not published"):
-            remote.alias(model)
-        with pytest.raises(MismatchError, match="meta device and has no memory"):
-            remote.pull(tiny(2).to("meta"))
-
-
-def test_close_leaves_no_parameter_in_shared_memory(exporter, handle, tiny):
-    exporter.publish(1)
-    model = tiny(2)
-    remote = open_remote_memory(handle)
+def test_close_leaves_no_parameter_in_shared_memory(published, remote, model):
     remote.alias(model)
     remote.close()
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert model.body.weight.shape == (8, 8)
-    assert exporter.publish(2) and exporter.publish(3)
+    assert published.publish(2) and published.publish(3)
 
 
-def test_an_aliased_model_keeps_its_lease_when_the_remote_is_forgotten(exporter, handle, trainer, tiny):
-    exporter.publish(1)
-    model = tiny(2)
+def test_an_aliased_model_keeps_its_lease_when_the_remote_is_forgotten(published, handle, trainer, model):
     open_remote_memory(handle).alias(model)
     gc.collect()
     before = model.body.weight.clone()
     step(trainer)
-    assert exporter.publish(2) and not exporter.publish(3)
+    assert published.publish(2) and not published.publish(3)
     assert torch.equal(model.body.weight, before)
 
 
@@ -159,38 +135,34 @@ def test_modules_without_tensors_may_be_swapped(handle, trainer, tiny):
         assert exporter.publish(1)
 
 
-def test_a_slots_record_is_read_again_under_its_lock(exporter, handle, monkeypatch):
+def test_a_slots_record_is_read_again_under_its_lock(published, remote, monkeypatch):
     """The writer may take a slot, mark it WRITING and die between a reader's look at the header and its lock."""
-    exporter.publish(1)
-    exporter.publish(2)
-    with open_remote_memory(handle) as remote:
-        locks = remote._generations.follow()._control.locks
-        try_lock = locks.try_lock
+    published.publish(2)
+    locks = remote._generations.follow()._control.locks
+    try_lock = locks.try_lock
 
-        def lock_after_the_writer(byte: int, *, shared: bool) -> bool:
-            monkeypatch.setattr(locks, "try_lock", try_lock)
-            exporter._control.header.mark(byte - FIRST_SLOT_BYTE, SlotState.WRITING, 3)
-            return try_lock(byte, shared=shared)
+    def lock_after_the_writer(byte: int, *, shared: bool) -> bool:
+        monkeypatch.setattr(locks, "try_lock", try_lock)
+        published._control.header.mark(byte - FIRST_SLOT_BYTE, SlotState.WRITING, 3)
+        return try_lock(byte, shared=shared)
 
-        monkeypatch.setattr(locks, "try_lock", lock_after_the_writer)
-        with remote.lease() as view:
-            assert view.version == 1
-        for slot in range(2):
-            assert exporter._control.locks.try_lock(FIRST_SLOT_BYTE + slot), "no lease is left behind"
+    monkeypatch.setattr(locks, "try_lock", lock_after_the_writer)
+    with remote.lease() as view:
+        assert view.version == 1
+    for slot in range(2):
+        assert published._control.locks.try_lock(FIRST_SLOT_BYTE + slot), "no lease is left behind"
 
 
-def test_several_models_and_leases_share_one_slot(exporter, handle, tiny):
-    exporter.publish(1)
+def test_several_models_and_leases_share_one_slot(published, remote, tiny):
     first, second = tiny(2), tiny(3)
-    with open_remote_memory(handle) as remote:
-        remote.alias(first)
-        remote.alias(second)
-        with remote.lease():
-            pass
-        exporter.publish(2)
-        assert not exporter.publish(3), "the models still hold their lease when a shorter one has ended"
-        assert remote.refresh() == 2
-        assert same(first, second)
+    remote.alias(first)
+    remote.alias(second)
+    with remote.lease():
+        pass
+    published.publish(2)
+    assert not published.publish(3), "the models still hold their lease when a shorter one has ended"
+    assert remote.refresh() == 2
+    assert same(first, second)
 
 
 def test_versions_must_grow(exporter):
@@ -276,42 +248,37 @@ def test_number_of_slots_is_checked(handle, trainer, slots):
         WeightExporter.from_model(trainer, handle, slots=slots)
 
 
-def test_mismatches_say_what_and_where(exporter, handle, tiny):
-    exporter.publish(1)
-    with open_remote_memory(handle) as remote:
-        model = tiny(2)
-        model.body.bias = nn.Parameter(torch.zeros(9))
-        with pytest.raises(MismatchError, match=r"body\.bias has shape \(9,\) in this model and \(8,\) at .*json"):
-            remote.alias(model)
-        with pytest.raises(MismatchError, match=r"is torch\.float64 in this model and torch\.float32 at"):
-            remote.pull(tiny(2).double())
-        model = tiny(2)
-        model.extra = nn.Parameter(torch.zeros(1))
-        with pytest.raises(MismatchError, match="extra of this model is not published"):
-            remote.pull(model)
-        model = tiny(2)
-        model.scale, model.permuted = model.body.bias, model.body.bias
-        with pytest.raises(MismatchError, match="are tied in this model and published separately"):
-            remote.pull(model)
-        remote.alias(model := tiny(2))
-        with pytest.raises(MismatchError, match="aliased"):
-            remote.pull(model)
-        remote.release()
-        with pytest.raises(ValueError, match="lease was released"):
-            remote.detach(keep_weights=True)
-        assert exporter.publish(2) and exporter.publish(3), "a refused model leaves no lease behind"
-
-
-def test_untied_reader_shares_memory_when_aliased(exporter, handle, trainer, tiny):
-    exporter.publish(1)
+def test_mismatches_say_what_and_where(published, remote, tiny):
     model = tiny(2)
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    with open_remote_memory(handle) as remote:
+    model.body.bias = nn.Parameter(torch.zeros(9))
+    with pytest.raises(MismatchError, match=r"body\.bias has shape \(9,\) in this model and \(8,\) at .*json"):
         remote.alias(model)
-        assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
-        assert same(model, trainer)
-        remote.pull(other := tiny(3))
-        assert same(other, trainer)
+    with pytest.raises(MismatchError, match=r"is torch\.float64 in this model and torch\.float32 at"):
+        remote.pull(tiny(2).double())
+    model = tiny(2)
+    model.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(MismatchError, match="extra of this model is not published"):
+        remote.pull(model)
+    model = tiny(2)
+    model.scale, model.permuted = model.body.bias, model.body.bias
+    with pytest.raises(MismatchError, match="are tied in this model and published separately"):
+        remote.pull(model)
+    remote.alias(model := tiny(2))
+    with pytest.raises(MismatchError, match="aliased"):
+        remote.pull(model)
+    remote.release()
+    with pytest.raises(ValueError, match="lease was released"):
+        remote.detach(keep_weights=True)
+    assert published.publish(2) and published.publish(3), "a refused model leaves no lease behind"
+
+
+def test_untied_reader_shares_memory_when_aliased(remote, trainer, model, tiny):
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    remote.alias(model)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert same(model, trainer)
+    remote.pull(other := tiny(3))
+    assert same(other, trainer)
 
 
 LEFT_OPEN = """

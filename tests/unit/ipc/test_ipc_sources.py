@@ -34,9 +34,8 @@ def test_lora_publishes_the_frozen_base_once(handle, trainer, tiny):
             exporter.publish(3)
 
 
-def test_skipped_frozen_parameters_are_the_readers_own(handle, trainer, tiny):
+def test_skipped_frozen_parameters_are_the_readers_own(handle, trainer, model):
     trainer.embed.weight.requires_grad_(False)
-    model = tiny(2)
     own = model.embed.weight.clone()
     with WeightExporter.from_model(trainer, handle, frozen="skip") as exporter, open_remote_memory(handle) as remote:
         exporter.publish(1)
@@ -45,8 +44,7 @@ def test_skipped_frozen_parameters_are_the_readers_own(handle, trainer, tiny):
         assert torch.equal(model.body.weight, trainer.body.weight)
 
 
-def test_include_chooses_tensors(handle, trainer, tiny):
-    model = tiny(2)
+def test_include_chooses_tensors(handle, trainer, model):
     chosen = WeightExporter.from_model(trainer, handle, include=lambda name, tensor: name.startswith("body"))
     with chosen as exporter, open_remote_memory(handle) as remote:
         exporter.publish(1)
@@ -65,22 +63,12 @@ def test_cast_on_publish(handle, trainer, tiny):
             assert model.steps.dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int8,
-        torch.int64,
-        torch.bool,
-        torch.complex64,
-    ],
-)
-def test_every_dtype_travels_bit_for_bit(handle, dtype):
+DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 int64 bool complex64"
+
+
+@pytest.mark.parametrize("name", DTYPES.split())
+def test_every_dtype_travels_bit_for_bit(handle, name):
+    dtype = getattr(torch, name)
     tensor = torch.randint(0, 2, (3, 5)).to(dtype)
     with WeightExporter.from_tensors({"t": tensor, "again": tensor}, handle) as exporter:
         exporter.publish(1)
@@ -92,8 +80,7 @@ def test_every_dtype_travels_bit_for_bit(handle, dtype):
 
 @pytest.mark.parametrize("flatten_trainer", [False, True])
 @pytest.mark.parametrize("flatten_worker", [False, True])
-def test_flattened_models_publish_and_pull_the_same(handle, trainer, tiny, flatten_trainer, flatten_worker):
-    model = tiny(2)
+def test_flattened_models_publish_and_pull_the_same(handle, trainer, model, flatten_trainer, flatten_worker):
     optimizer = torch.optim.SGD(trainer.parameters(), lr=1.0)
     if flatten_trainer:
         flatten_parameters(trainer)
@@ -109,18 +96,15 @@ def test_flattened_models_publish_and_pull_the_same(handle, trainer, tiny, flatt
             assert model.head.weight is model.embed.weight
 
 
-def test_trainer_that_moves_is_followed_and_one_that_is_rebuilt_is_refused(exporter, handle, trainer, tiny):
-    model = tiny(2)
-    with open_remote_memory(handle) as remote:
-        exporter.publish(1)
-        flatten_parameters(trainer)
-        step(trainer)
-        exporter.publish(2)
-        remote.pull(model)
-        assert same(model, trainer)
-        trainer.scale = nn.Parameter(torch.zeros(()))
-        with pytest.raises(MismatchError, match="scale of the exported model was replaced"):
-            exporter.publish(3)
+def test_trainer_that_moves_is_followed_and_one_that_is_rebuilt_is_refused(published, remote, trainer, model):
+    flatten_parameters(trainer)
+    step(trainer)
+    published.publish(2)
+    remote.pull(model)
+    assert same(model, trainer)
+    trainer.scale = nn.Parameter(torch.zeros(()))
+    with pytest.raises(MismatchError, match="scale of the exported model was replaced"):
+        published.publish(3)
 
 
 def test_model_without_trainable_parameters_is_refused(handle, trainer):
@@ -144,7 +128,7 @@ def test_tensors_that_cannot_be_published(handle, tensors, message):
         WeightExporter.from_tensors(tensors, handle)
 
 
-def test_a_sharded_trainer_writes_what_no_process_holds_whole(handle, trainer, tiny):
+def test_a_sharded_trainer_writes_what_no_process_holds_whole(handle, trainer, model):
     """The blueprint is taken before the model is sharded; afterwards only `write` knows the values."""
     trainer.embed.weight.requires_grad_(False)
     blueprint = Blueprint.of_model(trainer)
@@ -157,7 +141,6 @@ def test_a_sharded_trainer_writes_what_no_process_holds_whole(handle, trainer, t
 
     exporter = WeightExporter.from_blueprint(blueprint, write, handle, device=torch.device("cpu"))
     with exporter, open_remote_memory(handle) as remote:
-        model = tiny(2)
         exporter.publish(1)
         remote.alias(model)
         assert same_parameters(trainer, model)
