@@ -43,11 +43,7 @@ def test_the_figures_of_turn_rewards(tmp_path: Path, capsys: pytest.CaptureFixtu
     data = json.loads(capsys.readouterr().out)
     assert data["turn_rewards"] == {"turns": 5, "rewarded": 3, "total": 1.75}
     each = [group["turn_rewards"] for group in data["groups"]]
-    assert each == [
-        {"turns": 3, "rewarded": 2, "total": 0.75},
-        {"turns": 2, "rewarded": 1, "total": 1.0},
-        None,
-    ]
+    assert each == [{"turns": 3, "rewarded": 2, "total": 0.75}, {"turns": 2, "rewarded": 1, "total": 1.0}, None]
 
 
 def test_a_run_without_turn_rewards_says_nothing_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

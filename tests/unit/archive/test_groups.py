@@ -93,11 +93,7 @@ def test_every_group_with_its_fate_the_newest_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("contents", "says"),
-    [
-        (None, "is not a run directory"),
-        ("{", "not valid JSON"),
-        ('{"format": 99}', "another version"),
-    ],
+    [(None, "is not a run directory"), ("{", "not valid JSON"), ('{"format": 99}', "another version")],
 )
 def test_a_directory_that_cannot_be_read_is_a_sentence(tmp_path: Path, contents: str | None, says: str) -> None:
     if contents is not None:

@@ -34,10 +34,7 @@ def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> Non
     second.used(2, [_batch(3, 2, version=1)])
     second.dropped(4, "over age")
     second.close()
-    assert _history(path) == [
-        (0, Used(1, _batch(0, 1, version=0))),
-        (1, Used(2, _batch(3, 2, version=1))),
-    ]
+    assert _history(path) == [(0, Used(1, _batch(0, 1, version=0))), (1, Used(2, _batch(3, 2, version=1)))]
 
 
 def test_half_a_line_is_cut_off(tmp_path: Path) -> None:

@@ -127,13 +127,10 @@ def test_a_live_run_without_a_checkpoint_keeps_another_out(tmp_path: Path) -> No
     outputs = tmp_path / "outputs"
     begun(tmp_path / "one", outputs)
     output_dir.refuse_another_runs(outputs, "second", tmp_path / "two")  # killed while it loaded
-    lock = server_lock(tmp_path / "one")
-    assert lock.try_acquire()
-    try:
+    with server_lock(tmp_path / "one") as lock:
+        assert lock.try_acquire()
         with pytest.raises(RunDirError, match="another unfinished run"):
             output_dir.refuse_another_runs(outputs, "second", tmp_path / "two")
-    finally:
-        lock.release()
 
 
 def test_a_copy_of_a_run_does_not_write_over_the_checkpoints_of_the_live_one(tmp_path: Path) -> None:
@@ -144,15 +141,12 @@ def test_a_copy_of_a_run_does_not_write_over_the_checkpoints_of_the_live_one(tmp
     for name in ("one", "outputs"):
         shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
     output_dir.refuse_another_runs(outputs, state.run_id, tmp_path / "copy" / "one")
-    lock = server_lock(tmp_path / "one")
-    assert lock.try_acquire()
-    try:
+    with server_lock(tmp_path / "one") as lock:
+        assert lock.try_acquire()
         with pytest.raises(RunDirError, match="another unfinished run"):
             output_dir.refuse_another_runs(outputs, state.run_id, tmp_path / "copy" / "one")
         output_dir.refuse_another_runs(tmp_path / "copy" / "outputs", state.run_id, tmp_path / "copy" / "one")
         output_dir.refuse_another_runs(outputs, state.run_id, tmp_path / "one")
-    finally:
-        lock.release()
 
 
 @pytest.mark.parametrize("fate", ["finished", "never trained", "deleted", "moved aside"])

@@ -94,8 +94,7 @@ def test_a_text_that_is_quoted_in_a_log_cannot_look_like_a_message(capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "summary",
-    [{"rollouts": "many"}, {"rollouts": 1, "steps": None}, {"steps": 3, "rollouts": 9, "wall_seconds": "x"}],
+    "summary", [{"rollouts": "many"}, {"rollouts": 1, "steps": None}, {"steps": 3, "rollouts": 9, "wall_seconds": "x"}]
 )
 def test_a_summary_with_other_values_is_told_or_left_out(
     tmp_path: Path, summary: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -122,8 +122,7 @@ def test_a_snapshot_of_another_model_is_not_decompressed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
-    [([1 << 40], "of memory are free"), ([-1], "cannot be made"), ([20, 20, 1], "instead of")],
+    ("shape", "said"), [([1 << 40], "of memory are free"), ([-1], "cannot be made"), ([20, 20, 1], "instead of")]
 )
 def test_tensors_that_cannot_be_are_not_made(folder: Path, shape: list[int], said: str) -> None:
     about = json.loads((folder / "chain.json").read_text())

@@ -27,8 +27,7 @@ def gpt2() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "modules"),
-    [(llama, ["q_proj", "down_proj"]), (llama, ["embed_tokens", "v_proj"]), (gpt2, ["c_attn"])],
+    ("build", "modules"), [(llama, ["q_proj", "down_proj"]), (llama, ["embed_tokens", "v_proj"]), (gpt2, ["c_attn"])]
 )
 def test_an_adapter_is_merged_as_peft_merges_it(build: Any, modules: list[str]) -> None:
     config = LoraConfig(r=2, lora_alpha=8, target_modules=modules, init_lora_weights=False, use_rslora=True)

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import (
-    FINISH_WHEN_ALL_ARE_THERE,
-    FOLLOW_THE_RUN,
-    FOR_EVER,
-    LAUNCH,
-    REAL_PYTHON,
-    Stage,
-    launch_env,
-)
+from stage import FINISH_WHEN_ALL_ARE_THERE, FOLLOW_THE_RUN, FOR_EVER, LAUNCH, REAL_PYTHON, Stage, launch_env
 
 from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
@@ -127,8 +119,7 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
     threading.Thread(target=saves, daemon=True).start()
     assert launch(stage.run.root, stage.plan()) == 1
     said = capsys.readouterr()
-    state = stage.run.read_state()
-    assert state is not None and state.why.startswith(f"the parameter server was killed by {name}")
+    assert stage.run.state_of(None).why.startswith(f"the parameter server was killed by {name}")
     why, _, words = said.err.partition("\n")
     assert f"the parameter server failed (killed by {name}" in why and ("memory" in why) is (name == "SIGKILL")
     last_words = "error: of long ago\n12:00:00 WARNING the queue is slow\n12:00:01 STEP    step 49/100\n"
@@ -224,8 +215,7 @@ def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeyp
     monkeypatch.setattr(launcher, "prepare", stopped_while_preparing)
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
     assert launch(stage.run.root, stage.plan()) == NOTHING_TRAINED == 130
-    state = stage.run.read_state()
-    assert state is not None and state.state == runs.STOPPED
+    assert stage.run.state_of(None).state == runs.STOPPED
 
 
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"])

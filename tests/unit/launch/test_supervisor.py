@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from async_grpo.launch import supervisor as supervisor_module
-from async_grpo.launch.supervisor import Child, Exits, Restart, Supervisor, exit_reason
+from async_grpo.launch.supervisor import Child, Exits, Restart, Supervisor
 from async_grpo.setup import process
 from kit.waiting import is_gone, until
 
@@ -238,10 +238,6 @@ def test_children_that_a_child_leaves_behind_end_but_for_those_with_a_session_of
         assert not is_gone(shared)
     finally:
         os.kill(shared, signal.SIGKILL)
-
-
-def test_exits_in_words() -> None:
-    assert (exit_reason(3), exit_reason(-9)) == ("exit code 3", "killed by SIGKILL")
 
 
 # --- the pauses, on a clock that only sleeping moves

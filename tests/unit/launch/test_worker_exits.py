@@ -45,8 +45,7 @@ def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_las
     captured = capsys.readouterr()
     why = "[launcher] gave up: every worker failed 6 times in a row. The last words of log_worker_1.txt:"
     assert captured.err == f"{why}\nerror: no model\n"
-    state = stage.run.read_state()
-    assert state is not None and state.why == "every worker failed 6 times in a row: no model"
+    assert stage.run.state_of(None).why == "every worker failed 6 times in a row: no model"
 
 
 def test_a_worker_that_dies_at_the_end_is_in_the_summary(stage: Stage) -> None:
@@ -92,8 +91,7 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and
     captured = capsys.readouterr()
     assert "worker 2 rejected its setup, so the run ends" in captured.out
     assert "Fix the error reported by worker 2, then continue: " in captured.out and "--resume" in captured.out
-    state = stage.run.read_state()
-    assert state is not None and state.why == "worker 2: use_vllm=True: vLLM is not installed here"
+    assert stage.run.state_of(None).why == "worker 2: use_vllm=True: vLLM is not installed here"
     assert captured.err == "error: use_vllm=True: vLLM is not installed here\n"
 
 
@@ -112,22 +110,6 @@ def test_a_refusal_before_training_is_told_to_start_again(stage: Stage, capsys: 
     )
     assert launch(stage.run.root, stage.plan()) == 2
     assert ", then start again\n" in capsys.readouterr().out
-
-
-def test_what_a_worker_minds_that_has_run_before_may_pass(stage: Stage) -> None:
-    """It was killed, and then the model could not be fetched for a moment."""
-    stage.children_are(
-        server='until(lambda: started("worker1") == 3); end_run("finished")',
-        worker=f"""
-            if ROLE == "worker1" and started(ROLE) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if ROLE == "worker1" and started(ROLE) == 2:
-                sys.exit(2)
-            {FOLLOW_THE_RUN}
-        """,
-    )
-    assert launch(stage.run.root, stage.plan()) == 0
-    assert len(stage.starts("worker1")) == 3
 
 
 def test_one_worker_that_is_given_up_does_not_end_the_run_of_the_others(stage: Stage) -> None:

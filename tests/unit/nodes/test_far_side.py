@@ -13,7 +13,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ from async_grpo.rundir.shape import as_json
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, Activity
 from kit.groups import RUN, make_group, make_job
+from kit.waiting import until
 
 
 class FakeWeights:
@@ -82,8 +83,8 @@ def the_worker_is(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(far, "worker_child", child)
 
 
-@pytest.fixture
-def here(order: dict[str, Any]) -> Iterator[_RunHere]:
+@contextmanager
+def begun(order: dict[str, Any]) -> Iterator[_RunHere]:
     node = _RunHere(order)
     try:
         yield node
@@ -91,15 +92,24 @@ def here(order: dict[str, Any]) -> Iterator[_RunHere]:
         node.end(finished=False)
 
 
+@pytest.fixture
+def here(order: dict[str, Any]) -> Iterator[_RunHere]:
+    with begun(order) as node:
+        yield node
+
+
 def sent(seq: int, *, version: int = 0, attempt: int = 0) -> SentJob:
     return SentJob(version, attempt, encode_job(make_job(seq)))
 
 
 def told(node: _RunHere, enough: Callable[[Exchanged], object]) -> Exchanged:
-    deadline = time.monotonic() + 30
-    while not enough(answer := node.exchange([], b"")):
-        assert time.monotonic() < deadline, vars(answer)
-    return answer
+    answers: list[Exchanged] = []
+
+    def asked() -> Exchanged | None:
+        answers.append(node.exchange([], b""))
+        return answers[-1] if enough(answers[-1]) else None
+
+    return until(asked, "the answer", said=lambda: str(vars(answers[-1])))
 
 
 def test_a_job_waits_for_its_weights(here: _RunHere) -> None:
@@ -205,12 +215,9 @@ def test_workers_that_cannot_work_are_told(
     program: str, attribute: str, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     the_worker_is(monkeypatch, program)
-    node = _RunHere(order)
-    try:
+    with begun(order) as node:
         answer = told(node, lambda answer: answer.refused or answer.gave_up)
         assert "error: " in getattr(answer, attribute)
-    finally:
-        node.end(finished=False)
 
 
 def test_nothing_is_left_at_the_end(order: dict[str, Any]) -> None:
@@ -235,13 +242,10 @@ def test_the_setup_file_is_taken_from_its_place_where_it_is_there(
         order["tree"] = of_another_user(order["tree"])
     elif there == "nothing":
         file.unlink()
-    node = _RunHere(order)
-    try:
+    with begun(order) as node:
         config = node._state.plan.config
         assert config == (file if there == "the same" else node._run.root / "setup" / "setup.py")
         assert config.read_text() == sent
-    finally:
-        node.end(finished=False)
 
 
 def of_another_user(tree: bytes) -> bytes:
@@ -329,10 +333,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
 
 def until_gone(folder: Path) -> None:
     """Wait until nothing is left in a folder."""
-    deadline = time.monotonic() + 30
-    while list(folder.iterdir()):
-        assert time.monotonic() < deadline, list(folder.iterdir())
-        time.sleep(0.02)
+    until(lambda: not list(folder.iterdir()), "an empty folder", said=lambda: str(list(folder.iterdir())))
 
 
 def test_facts_are_plain_values() -> None:

@@ -246,17 +246,21 @@ time.sleep(600)
 """
 
 
+def kill_one_that_has_the_job(root: Path, far_workers: int) -> None:
+    command = [sys.executable, "-c", HOLDER, str(root), str(far_workers)]
+    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"has it\n"
+        holder.send_signal(signal.SIGKILL)
+
+
 @pytest.mark.parametrize(("far_workers", "after"), [(2, "01.a00_pending"), (0, "01.a01_pending")])
 def test_the_death_of_a_gate_is_no_attempt_and_that_of_a_worker_is_one(
     server: ServerQueue, far_workers: int, after: str
 ) -> None:
     server.submit(make_job(1))
-    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
-    command = [sys.executable, "-c", HOLDER, str(server.root), str(far_workers)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"has it\n"
-        holder.send_signal(signal.SIGKILL)
+    kill_one_that_has_the_job(server.root, far_workers)
     until(lambda: states(server.root) == [after], f"{after}, not {states(server.root)}")
 
 
@@ -264,12 +268,6 @@ def test_what_a_dead_gate_left_is_taken_over_without_an_attempt(tmp_path: Path) 
     """The next gate may be faster than the server."""
     with closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as server:
         server.submit(make_job(1))
-        env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
-        with subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(server.root), "2"], env=env, stdout=subprocess.PIPE
-        ) as holder:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == b"has it\n"
-            holder.send_signal(signal.SIGKILL)
+        kill_one_that_has_the_job(server.root, 2)
         with closing(WorkerQueue.open(server.root, 8, "x", far_workers=2)):
             assert states(server.root) == ["01.a00_pending"]

@@ -10,43 +10,42 @@ import numpy as np
 
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup, Timings
-
-RUN = "run-1"
+from kit import groups
+from kit.groups import RUN
 
 
 def make_job(seq: int, run_id: str = RUN, **row: Any) -> Job:
-    return Job(
-        run_id=run_id,
-        seq=seq,
-        row={"prompt": f"{seq}+{seq}=", **row},
-        num_generations=2,
-        seed=1000 + seq,
-        born_version=seq // 4,
-        min_version=0,
-    )
+    row = {"prompt": f"{seq}+{seq}=", **row}
+    return groups.make_job(seq, run_id=run_id, row=row, seed=1000 + seq, born_version=seq // 4)
+
+
+def submit(server: ServerQueue, *seqs: int) -> None:
+    for seq in seqs:
+        server.submit(make_job(seq))
+
+
+def seqs(claims: list[Claim]) -> list[int]:
+    return [claim.job.seq for claim in claims]
 
 
 def make_group(job: Job, attempt: int = 0, worker: str = "dev1", **changes: Any) -> RolloutGroup:
     """A group whose content follows from the job alone, so that anyone can tell whether it is right."""
     random = np.random.default_rng(job.seed)
     fields: dict[str, Any] = {
-        "job": job,
         "attempt": attempt,
         "worker": worker,
-        "policy_version": 3,
         "reward_names": ("right", "format"),
         "prompt_ids": random.integers(0, 1000, 5).astype(np.int32),
         "completion_lengths": np.array([3, 4], np.int32),
         "completion_ids": random.integers(0, 1000, 7).astype(np.int32),
         "sampling_logprobs": -random.random(7).astype(np.float32),
-        "tool_mask": None,
         "rewards": np.array([[1.0, np.nan], [0.0, 0.5]], np.float32),
         "completions": ["is \N{SNOWMAN}\n", [{"role": "assistant", "content": "x"}]],
         "metrics": {"length": [3.0, 4.0]},
         "extra_columns": {"note": ["a", None]},
         "timings": Timings(adopt_s=0.1, generate_s=0.2, score_s=0.3),
     }
-    return RolloutGroup(**{**fields, **changes})
+    return groups.make_group(job, 3, **{**fields, **changes})
 
 
 def answer(claim: Claim, worker: str = "dev1") -> RolloutGroup:

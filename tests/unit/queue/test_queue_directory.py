@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queue_samples import RUN, answer, make_job, names, serve, take_all
+from queue_samples import RUN, answer, make_job, names, serve, submit, take_all
 
 from async_grpo.errors import QueueError, RunDirError
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
@@ -106,8 +106,7 @@ def test_everything_is_private(server: ServerQueue, worker: WorkerQueue) -> None
 
 
 def test_counts_can_be_read_by_anyone(server: ServerQueue, worker: WorkerQueue) -> None:
-    for seq in range(3):
-        server.submit(make_job(seq))
+    submit(server, 0, 1, 2)
     worker.claim(1)
     assert queue_counts(server.root) == (2, 1, 0, 0)
     assert worker.pending() == 2

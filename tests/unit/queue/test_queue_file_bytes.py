@@ -43,23 +43,6 @@ def test_stock_safetensors_opens_both(tmp_path: Any) -> None:
         assert file.get_tensor("completion_lengths").tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("value", "type_name"),
-    [
-        (bytearray(b"png"), "bytearray"),
-        (range(2), "range"),
-        ((1, 2), "tuple"),
-        ([{"deep": {1: 2}}], "key of type int"),
-        (np.float32(1), "numpy.float32"),
-        ({1, 2}, "set"),
-        (10**2000, "integer"),
-    ],
-)
-def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"'image'.*{type_name}"):
-        encode_job(make_job(1, image=value))
-
-
 TURNS = np.array([1, 1], np.int32)
 
 

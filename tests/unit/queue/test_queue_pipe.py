@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from queue_samples import make_job
+from queue_samples import make_job, seqs, submit
 
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue import worker as queue_worker
@@ -34,6 +34,16 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def woken(worker: WorkerQueue) -> Iterator[None]:
+    """What is done meanwhile wakes the worker, which then gets job 0."""
+    sleeper = in_thread(lambda: worker.wait(LONG_S))
+    yield
+    sleeper.join(60)
+    assert not sleeper.is_alive()
+    assert seqs(worker.claim(1)) == [0]
 
 
 def test_names_are_taken_once_and_in_the_order_of_telling(root: Path) -> None:
@@ -101,12 +111,8 @@ def test_a_pipe_that_was_deleted_is_made_again(root: Path) -> None:
 
 @pytest.mark.usefixtures("only_the_pipe_wakes")
 def test_a_sleeping_worker_is_woken_by_a_new_job(server: ServerQueue) -> None:
-    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
-        sleeper = in_thread(lambda: worker.wait(LONG_S))
+    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker, woken(worker):
         server.submit(make_job(0))
-        sleeper.join(60)
-        assert not sleeper.is_alive()
-        assert [claim.job.seq for claim in worker.claim(1)] == [0]
 
 
 @pytest.mark.usefixtures("only_the_pipe_wakes")
@@ -117,17 +123,14 @@ def test_a_sleeping_worker_is_woken_by_a_job_that_another_had(server: ServerQueu
     [claim] = other.claim(1)
     with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
         assert worker.claim(1) == []
-        sleeper = in_thread(lambda: worker.wait(LONG_S))
-        if how == "fails":
-            other.fail(claim, "it failed")
-        elif how == "hands back":
-            other.hand_back(claim)
-        other._lock.release()  # as the kernel does when a process is killed
-        if how == "is killed":
-            assert server.recover_dead() == [0]
-        sleeper.join(60)
-        assert not sleeper.is_alive()
-        assert [claim.job.seq for claim in worker.claim(1)] == [0]
+        with woken(worker):
+            if how == "fails":
+                other.fail(claim, "it failed")
+            elif how == "hands back":
+                other.hand_back(claim)
+            other._lock.release()  # as the kernel does when a process is killed
+            if how == "is killed":
+                assert server.recover_dead() == [0]
 
 
 @pytest.mark.usefixtures("only_the_pipe_wakes")
@@ -137,21 +140,18 @@ def test_who_takes_one_of_several_jobs_leaves_the_others_to_sleepers(server: Ser
         closing(WorkerQueue.open(server.root, 2, "cpu")) as second,
     ):
         assert second.claim(1) == []
-        for seq in range(3):
-            server.submit(make_job(seq))
-        assert [claim.job.seq for claim in first.claim(1)] == [0]
+        submit(server, 0, 1, 2)
+        assert seqs(first.claim(1)) == [0]
         assert second.wait(60)
-        assert [claim.job.seq for claim in second.claim(9)] == [1, 2]
+        assert seqs(second.claim(9)) == [1, 2]
 
 
-def test_an_older_job_goes_first_once_the_directory_is_looked_at(server: ServerQueue) -> None:
-    with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
-        for seq in range(4):
-            server.submit(make_job(seq))
-        [oldest] = worker.claim(1)
-        worker.hand_back(oldest)
-        worker._look_at = 0.0  # which is so after 50 ms
-        assert [claim.job.seq for claim in worker.claim(2)] == [0, 1]
+def test_an_older_job_goes_first_once_the_directory_is_looked_at(server: ServerQueue, worker: WorkerQueue) -> None:
+    submit(server, *range(4))
+    [oldest] = worker.claim(1)
+    worker.hand_back(oldest)
+    worker._look_at = 0.0  # which is so after 50 ms
+    assert seqs(worker.claim(2)) == [0, 1]
 
 
 def test_only_what_is_in_the_queue_is_announced(server: ServerQueue) -> None:

@@ -8,7 +8,19 @@ from dataclasses import replace
 from threading import Thread
 
 import pytest
-from queue_samples import answer, die, fail_for_good, make_group, make_job, names, same_group, serve, take_all
+from queue_samples import (
+    answer,
+    die,
+    fail_for_good,
+    make_group,
+    make_job,
+    names,
+    same_group,
+    seqs,
+    serve,
+    submit,
+    take_all,
+)
 
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined, retry_given_up
 from async_grpo.queue.codec import encode_group
@@ -37,17 +49,13 @@ def test_the_life_of_a_job(server: ServerQueue, worker: WorkerQueue) -> None:
 def test_oldest_first_and_no_job_twice(server: ServerQueue, worker: WorkerQueue) -> None:
     with closing(WorkerQueue.open(server.root, None, "cpu")) as other:
         assert other.name == "dev2"
-        for seq in range(6):
-            server.submit(make_job(seq))
-        first, second = worker.claim(2), other.claim(9)
-    assert [claim.job.seq for claim in first] == [0, 1]
-    assert [claim.job.seq for claim in second] == [2, 3, 4, 5]
+        submit(server, *range(6))
+        assert (seqs(worker.claim(2)), seqs(other.claim(9))) == ([0, 1], [2, 3, 4, 5])
 
 
 def test_claim_skips_what_it_is_told_to(server: ServerQueue, worker: WorkerQueue) -> None:
-    for seq in range(3):
-        server.submit(make_job(seq))
-    assert [claim.job.seq for claim in worker.claim(9, skip={0, 2})] == [1]
+    submit(server, 0, 1, 2)
+    assert seqs(worker.claim(9, skip={0, 2})) == [1]
     assert not worker.wait(0, skip={0, 2})
     assert worker.wait(0)
 
@@ -64,12 +72,11 @@ def test_handing_back_costs_no_attempt(server: ServerQueue, worker: WorkerQueue)
 
 @pytest.mark.parametrize("how", ["fails", "kills its worker"])
 def test_a_job_that_failed_is_claimed_alone_and_given_up_at_the_third_time(server: ServerQueue, how: str) -> None:
-    for seq in range(3):
-        server.submit(make_job(seq))
+    submit(server, 0, 1, 2)
     for attempt in range(3):
         worker = WorkerQueue.open(server.root, 1, "cpu")
         claims = worker.claim(9)
-        assert [claim.job.seq for claim in claims] == ([0] if attempt else [0, 1, 2])
+        assert seqs(claims) == ([0] if attempt else [0, 1, 2])
         assert claims[0].attempt == attempt
         if how == "fails":
             worker.fail(claims[0], f"Traceback: try {attempt}")

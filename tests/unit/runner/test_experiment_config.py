@@ -173,20 +173,15 @@ def test_what_would_not_be_read_is_refused(
 
 
 @pytest.mark.parametrize("is_run", [True, False])
-def test_a_status_says_what_runs_only_while_a_runner_lives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_run: bool
-) -> None:
+def test_a_status_says_what_runs_only_while_a_runner_lives(tmp_path: Path, printed: Says, is_run: bool) -> None:
     root = begun(tmp_path / "x")
-    ledger, lock = Ledger(root / LEDGER), KernelLock(root / experiment.LOCK)
+    ledger = Ledger(root / LEDGER)
     ledger.put(Record(task="DPO_tiny_sums_r1.train", state=RUNNING))
     ledger.close()
-    if is_run:
-        assert lock.try_acquire()
-    try:
-        assert main(["experiment", "--status", str(root)]) == 0
-    finally:
-        lock.release()
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "DPO_tiny_sums_r1" in line]
+    with KernelLock(root / experiment.LOCK) as lock:
+        assert not is_run or lock.try_acquire()
+        said = printed("experiment", "--status", root)
+    (row,) = [line for line in said.splitlines() if "DPO_tiny_sums_r1" in line]
     assert ("train" in row) is is_run
 
 

@@ -244,13 +244,10 @@ def test_a_changed_key_of_a_finished_stage_is_refused_with_the_difference(yard: 
 
 def test_two_runners_on_one_experiment_are_refused(yard: ExperimentYard) -> None:
     yard.root.mkdir(parents=True)
-    lock = KernelLock(yard.root / "experiment.lock")
-    assert lock.try_acquire({"role": "experiment"})
-    try:
+    with KernelLock(yard.root / "experiment.lock") as lock:
+        assert lock.try_acquire({"role": "experiment"})
         with pytest.raises(RunDirError, match="in use by another runner"):
             yard.run()
-    finally:
-        lock.release()
 
 
 def test_a_stage_that_ends_without_its_folder_has_failed(yard: ExperimentYard) -> None:

@@ -65,12 +65,3 @@ def test_a_model_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="nowhere/model"):
         experiment.ask_forecast(checked(tree(models={"tiny": {"ref": "nowhere/model"}}, **KEYS)))
-
-
-def test_a_child_answers_by_kind(tmp_path: Path) -> None:
-    tokenizer = words_tokenizer("abcdefgh")
-    reference = save(tmp_path / "reference", small_transformer(tokenizer), tokenizer)
-    config = checked(tree(models={"tiny": {"ref": reference}}, **KEYS))
-    answer = experiment.ask_forecast(config)
-    assert {*answer} == {kind_of(stage, config) for stage in graph_of(config).values()}
-    assert all(one.needed > 0 for one in answer.values())

@@ -10,14 +10,7 @@ import pytest
 
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import range_of
-from async_grpo_experiments.sweeps.comparison import (
-    bootstrap,
-    compare,
-    in_words,
-    sign_test,
-    smallest_sign_test,
-    welch,
-)
+from async_grpo_experiments.sweeps.comparison import bootstrap, compare, in_words, sign_test, smallest_sign_test, welch
 from async_grpo_experiments.sweeps.report import agree, first_figure
 from async_grpo_experiments.sweeps.run_progress import Curves, FinishedRuns
 

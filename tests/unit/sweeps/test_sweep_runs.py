@@ -190,10 +190,7 @@ def end(pid: int, env: dict[str, str]) -> None:
 
 
 def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
-    yard: SweepYard,
-    started: subprocess.Popen[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    yard: SweepYard, started: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = started
     with pytest.raises(RunDirError, match="is in use by another sweep"):

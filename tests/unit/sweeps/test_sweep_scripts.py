@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +16,7 @@ import pytest
 
 from async_grpo.cli.compute import train
 from async_grpo_experiments.cli.sweep import _sweep, build_parser
-from kit.waiting import DEADLINE_S
+from kit.waiting import DEADLINE_S, until
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
@@ -138,11 +137,8 @@ def test_a_single_instance_passes_or_says_its_last_words(tmp_path: Path, code: s
 def test_a_single_instance_ends_what_it_started(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     process = instance(tmp_path)
-    deadline = time.monotonic() + DEADLINE_S
     log = tmp_path / "logs" / "test_instance" / "training.log"
-    while not (log.exists() and log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: log.exists() and log.read_text(), "its first line")
     child = psutil.Process(int((tmp_path / "pid").read_text()))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=DEADLINE_S)
