@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,7 @@ def test_the_newest_complete_checkpoint_comes_back_as_it_was_saved(tmp_path: Pat
     found = latest(tmp_path)
     assert found.path == tmp_path / "checkpoint-10"
     assert set(found.state.files) == {"model.safetensors", "trainer_state.json"}
-    assert {name: getattr(found.state, name) for name in ("step", "run_id", "consumed", "unusable")} == {
-        "step": 10,
-        "run_id": "mine",
-        "consumed": [6],
-        "unusable": [2],
-    }
+    assert found.state == replace(state(10), files=found.state.files)
     assert names(tmp_path) == {"checkpoint-2", "checkpoint-9", "checkpoint-10"}
 
 
@@ -72,20 +68,26 @@ def test_a_checkpoint_whose_writer_was_killed_is_not_used(tmp_path: Path, weight
     assert latest(tmp_path).state.step == 10
 
 
-BROKEN = {
-    "no JSON": ("{", True),
-    "another's by its own words": ('{"run_id": "other", "step": "many"}', False),
-    "mine by its own words": ('{"run_id": "mine", "step": "many"}', True),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_state_that_cannot_be_read_keeps_only_those_out_who_might_need_it(tmp_path: Path, what: str) -> None:
-    content, may_be_mine = BROKEN[what]
+@pytest.mark.parametrize(
+    ("content", "may_be_mine"),
+    [
+        (b"{", True),
+        (b"[]", True),
+        (b"{}", True),
+        (b"\xff\xfe", True),
+        (b'{"run_id": "mi', True),
+        (b'{"format": 1, "run_id": "mine"}', True),
+        (b'{"run_id": "mine", "step": "many"}', True),
+        (b'{"run_id": "other", "step": "many"}', False),
+    ],
+)
+def test_a_state_that_cannot_be_read_keeps_only_those_out_who_might_need_it(
+    tmp_path: Path, content: bytes, may_be_mine: bool
+) -> None:
     save(tmp_path, 10)
     for step in (9, 11):
         (folder := tmp_path / f"checkpoint-{step}").mkdir()
-        (folder / FILE_NAME).write_text(content)
+        (folder / FILE_NAME).write_bytes(content)
         assert len(list(checkpoint_folders.complete(tmp_path))) == 1
         if step == 9 or not may_be_mine:
             assert latest(tmp_path).state.step == 10
@@ -212,17 +214,6 @@ def test_checkpoints_of_another_run_or_of_another_format_are_not_ours(tmp_path: 
     assert latest(tmp_path).state.step == 1
     assert checkpoint_folders.latest([tmp_path], "a third") is None
     assert checkpoint_folders.latest([tmp_path / "missing"], "mine") is None
-
-
-@pytest.mark.parametrize("content", ['{"run_id": "mi', '{"format": 1, "run_id": "mine"}', "[]", "{}", b"\xff\xfe"])
-def test_a_file_that_cannot_be_read_is_named_with_the_way_out(tmp_path: Path, content: str | bytes) -> None:
-    save(tmp_path, 1)
-    broken = save(tmp_path, 2)
-    (broken / FILE_NAME).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(
-        RunDirError, match=r"checkpoint-2/rollout_state\.json cannot be used: .*Move .*checkpoint-2 away"
-    ):
-        latest(tmp_path)
 
 
 # --- rotation

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -285,11 +286,8 @@ def test_a_full_disk_leaves_no_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writer.begin(0, weights(0))
     writer.append(1, weights(1))
 
-    def no_room(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as full:
-        full.setattr(writer_module.os, "fsync", no_room)
+        full.setattr(writer_module.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(DiskFullError):
             writer.append(2, weights(2))
     assert sorted(path.name for path in folder.glob("*0*")) == ["000000.full", "000001.delta"]

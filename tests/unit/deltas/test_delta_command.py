@@ -9,6 +9,7 @@ import pickle
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -67,10 +68,7 @@ def test_a_rebuild_copies_no_pipe_and_follows_no_link(
 def test_a_rebuild_without_room_leaves_no_half_checkpoint(
     chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(tensors: object, path: Path, metadata: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", no_room)
+    monkeypatch.setattr(checkpoint, "save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "new" / "rebuilt")]) == 1
     assert "The disk is full: no room for" in capsys.readouterr().err
     assert not [*(tmp_path / "new").iterdir()]

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -182,13 +183,10 @@ def test_a_full_disk_costs_a_version_and_not_the_training(
 def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Any, *args: Any) -> Any:
-        raise OSError("gone")
-
     run = Run(tmp_path)
     run.step(0)
     run.written(0)
-    monkeypatch.setattr(encoder_module.ChainWriter, "append", broken)
+    monkeypatch.setattr(encoder_module.ChainWriter, "append", Mock(side_effect=OSError("gone")))
     for version in range(1, 6):
         run.step(version)
     run.publisher.close()

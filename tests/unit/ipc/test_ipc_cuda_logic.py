@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -177,10 +178,7 @@ def test_no_gpu_and_no_cupy_are_told_apart(exported, runtime, monkeypatch):
     with pytest.raises(AttachError, match="this process sees no GPU"):
         CudaAttachment(description, 1, None)
 
-    def without_cupy():
-        raise ImportError("No module named 'cupy'")
-
-    monkeypatch.setattr(cuda, "load_runtime", without_cupy)
+    monkeypatch.setattr(cuda, "load_runtime", Mock(side_effect=ImportError("No module named 'cupy'")))
     with pytest.raises(AttachError, match="Install cupy-cuda12x"):
         CudaAttachment(description, 1, None)
 

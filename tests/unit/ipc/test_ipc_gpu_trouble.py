@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -354,11 +355,7 @@ def test_an_exporter_that_dies_while_a_reader_attaches_is_no_trouble_of_the_read
     readers: Any, path: Path, monkeypatch: pytest.MonkeyPatch, dying: bool, error: type[Exception]
 ) -> None:
     """Its handle does not open any more. A worker would take `AttachError` for a setup that it can never use."""
-
-    def cannot_open(*_: object) -> None:
-        raise AttachError("cudaErrorMapBufferObjectFailed")
-
-    monkeypatch.setattr(memory, "attach", cannot_open)
+    monkeypatch.setattr(memory, "attach", Mock(side_effect=AttachError("cudaErrorMapBufferObjectFailed")))
     readers.dying = dying
     with pytest.raises(error):
         open_remote_memory(path)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -127,13 +128,10 @@ def test_a_step_line_loses_its_last_parts_where_the_terminal_is_narrow(width: in
 
 
 def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object, **options: object) -> None:
-        raise ZeroDivisionError("a bug")
-
     console = Console(file=StringIO(), width=80, force_terminal=True, highlight=False)
     with PanelScreen(tmp_path, console=console) as screen:
         screen.refresh()
-        monkeypatch.setattr("async_grpo.status.snapshot.look", broken)
+        monkeypatch.setattr("async_grpo.status.snapshot.look", Mock(side_effect=ZeroDivisionError("a bug")))
         monkeypatch.setattr(screen, "_next_look", 0.0)
         screen.refresh()
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -328,11 +329,7 @@ def test_a_child_that_is_killed_at_work_is_started_again_for_ever(
 
 def test_a_process_that_may_not_be_signalled_does_not_end_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward function may have started it by sudo."""
-
-    def refuses(pid: int, number: int) -> None:
-        raise PermissionError
-
     monkeypatch.setattr(process, "_others_in_group", lambda leader: [psutil.Process()])
     monkeypatch.setattr(process, "is_alive", lambda one: False)
-    monkeypatch.setattr(os, "kill", refuses)
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
     process.end_left_behind(os.getpid())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +112,18 @@ def a_gate(
     return _Gate(run, state, cluster, stop), stop  # type: ignore[arg-type]
 
 
+@contextmanager
+def running(gate: _Gate, stop: Any) -> Iterator[None]:
+    thread = threading.Thread(target=gate.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.requested = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
 def test_nodes_join_are_lost_and_join_again(run: RunDir, server: ServerQueue) -> None:
     cluster = FakeCluster("gpu2", "gpu3")
     dying = FakeActor()
@@ -153,12 +165,6 @@ def test_a_lost_machine_that_others_use_meanwhile_is_waited_for_and_said(
     cluster, dying = FakeCluster("gpu2", gpus=1), FakeActor()
     actors = [dying, FakeActor()]
     cluster.make = lambda name: actors.pop(0)
-    gate, _ = a_gate(run, cluster, nodes=2)
-    thread = threading.Thread(target=gate.run)
-    thread.start()
-    until(server.workers, "the node")
-    cluster.free_gpus["gpu2"] = 0
-    dying.death = RuntimeError("The actor died unexpectedly.")
 
     def said() -> bool:
         record = read_nodes(run.nodes)
@@ -166,14 +172,14 @@ def test_a_lost_machine_that_others_use_meanwhile_is_waited_for_and_said(
             "its CPUs or GPUs are used by others: gpu2: 8 of 8 CPUs, 0 of 1 GPU free, too little for 1 worker"
         )
 
-    try:
+    with running(*a_gate(run, cluster, nodes=2)):
+        until(server.workers, "the node")
+        cluster.free_gpus["gpu2"] = 0
+        dying.death = RuntimeError("The actor died unexpectedly.")
         until(said, "what it waits for")
         assert cluster.started == ["gpu2"]
         cluster.free_gpus["gpu2"] = 1
         until(lambda: len(cluster.started) == 2, "the machine again")
-    finally:
-        run.update_state(state=FINISHED)
-        thread.join(30)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +235,9 @@ def test_the_loss_of_the_head_is_said(
 ) -> None:
     monkeypatch.setattr(gates, "HEAD_EVERY_S", 0.0)
     cluster = FakeCluster("gpu2")
-    gate, stop = a_gate(run, cluster, nodes=2)
-    thread = threading.Thread(target=gate.run)
-    thread.start()
-    cluster.head = "nowhere:6379"
-    until(lambda: warnings, "a warning")
-    stop.requested = True
-    thread.join(30)
+    with running(*a_gate(run, cluster, nodes=2)):
+        cluster.head = "nowhere:6379"
+        until(lambda: warnings, "a warning")
     assert warnings[0].startswith("Ray is gone: 1 local worker continues. The other nodes end in about a minute")
     assert len(warnings) == 1
 
@@ -253,26 +255,18 @@ def test_a_gate_that_begins_again_takes_what_is_there(run: RunDir, server: Serve
     write_nodes(run.nodes, NodesRecord(nodes=(NodeRecord(name="gpu3", number=2, worker="dev2", workers=2),)))
     gate, stop = a_gate(run, FakeCluster("gpu2"), nodes=3)
     assert gate._rows[2].gone == "the process that serves it has begun again"
-    thread = threading.Thread(target=gate.run)
-    thread.start()
-    until(server.workers, "the one that is there")
-    stop.requested = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with running(gate, stop):
+        until(server.workers, "the one that is there")
 
 
 def test_a_stop_ends_it_and_a_number_that_is_taken_is_waited_for(run: RunDir, server: ServerQueue) -> None:
     cluster = FakeCluster("gpu2")
-    gate, stop = a_gate(run, cluster, nodes=2, here=0)
     by_hand = WorkerQueue.open(run.root, 1, "cpu")
-    thread = threading.Thread(target=gate.run)
-    thread.start()
-    until(lambda: len(cluster.started) > 0, "a start")
-    by_hand.close()
-    until(lambda: any(worker.workers == 2 for worker in server.workers()), "the number")
-    stop.requested = True
-    thread.join(30)
-    assert not thread.is_alive() and not server.workers()
+    with running(*a_gate(run, cluster, nodes=2, here=0)):
+        until(lambda: len(cluster.started) > 0, "a start")
+        by_hand.close()
+        until(lambda: any(worker.workers == 2 for worker in server.workers()), "the number")
+    assert not server.workers()
 
 
 def test_a_machine_whose_raylet_takes_no_connection_is_not_taken(
@@ -283,15 +277,9 @@ def test_a_machine_whose_raylet_takes_no_connection_is_not_taken(
     down = [machine._replace(address="10.0.0.1:1") for machine in cluster.machines()[:1]]
     machines = [*down, *cluster.machines()[1:]]
     monkeypatch.setattr(cluster, "machines", lambda: machines)
-    gate, _ = a_gate(run, cluster, nodes=2)
-    thread = threading.Thread(target=gate.run)
-    thread.start()
-    try:
+    with running(*a_gate(run, cluster, nodes=2)):
         until(lambda: server.workers(), "the node")
         assert cluster.started == ["gpu2 again"]
-    finally:
-        run.update_state(state=FINISHED)
-        thread.join(30)
 
 
 def test_machines_that_nobody_serves_any_more_are_gone(run: RunDir) -> None:

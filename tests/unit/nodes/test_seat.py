@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from node_fakes import FakeFarNode, FakeVersions
@@ -196,11 +197,7 @@ def test_weights_that_have_not_arrived_are_put_and_sent_again_with_more_patience
 def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
     node = FakeFarNode(answered)
     server.submit(make_job(1))
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("The actor died unexpectedly.\nlong explanation")
-
-    node._answer = fail  # type: ignore[method-assign, assignment]
+    node._answer = Mock(side_effect=RuntimeError("The actor died unexpectedly.\nlong explanation"))
     with pytest.raises(RuntimeError), closing(WorkerQueue.open(server.root, 8, "x", far_workers=2)) as queue:
         a_seat(server.root, node, FakeVersions(), queue, NodeRecord())._exchange()
 

@@ -8,6 +8,7 @@ import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from queue_samples import RUN, answer, make_job, names, serve, submit, take_all
@@ -151,13 +152,9 @@ def test_a_folder_on_another_disk_is_named(
     server: ServerQueue, worker: WorkerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a link that someone set in done/ to save room: a file cannot be renamed to there."""
-
-    def other_disk(path: str, to: str) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
     server.submit(make_job(0))
     serve(worker)
-    monkeypatch.setattr(server._moves.files, "rename", other_disk)
+    monkeypatch.setattr(server._moves.files, "rename", Mock(side_effect=OSError(errno.EXDEV, "cross-device link")))
     with pytest.raises(QueueError, match=r"done/0000000/.* is not on the disk that the queue is on"):
         take_all(server)
     assert names(server) == ["0000000000.a00_complete_from_dev1.safetensors"], "the group is still there"

@@ -8,7 +8,7 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from queue_samples import RUN, die, fail_for_good, make_job, names, reopened, serve, take_all
@@ -104,15 +104,12 @@ def test_the_archive_is_listed_once_by_each_server(tmp_path: Path) -> None:
 def test_a_broken_job_that_finds_no_room_does_not_hold_up_the_others(
     server: ServerQueue, worker: WorkerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "no room")
-
     server.submit(make_job(0))
     (server.root / "queue" / "0000000000.a00_pending.safetensors").write_bytes(b"junk")
     server.submit(make_job(1))
     serve(worker)
     with monkeypatch.context() as full:
-        full.setattr(server._moves.files, "create", no_room)
+        full.setattr(server._moves.files, "create", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
         assert [entry.seq for entry in server.finished()] == [1]
     assert server.healing.broken == 0
     assert take_all(server) == [1]

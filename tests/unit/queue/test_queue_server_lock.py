@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from queue_samples import RUN, make_job, names
@@ -84,11 +84,8 @@ def test_a_note_of_the_server_that_is_not_sound_tells_a_worker_nothing(tmp_path:
 def test_a_job_is_issued_only_once_workers_can_know_its_run(
     server: ServerQueue, worker: WorkerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "no room")
-
     with monkeypatch.context() as full:
-        full.setattr(os, "pwrite", no_room)
+        full.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
         with pytest.raises(DiskFullError, match=r"server\.lock"):
             server.submit(make_job(0))
     assert (server.open_jobs, names(server)) == (0, [])

@@ -49,6 +49,7 @@ def test_a_stage_holds_its_models_as_often_as_it_needs_them(tmp_path: Path) -> N
     found = experiment.ask_forecast(config)
     needs = {name: found[kind_of(stage, config)] for name, stage in graph_of(config).items()}
     assert {*found} == {kind_of(stage, config) for stage in graph_of(config).values()}
+    assert all(one.needed > 0 for one in found.values())
     evaluation = needs["reference_tiny_ascents.evaluate"]
     layers, tokens = 2, 1 + 7
     cache = 16 * tokens * layers * 2 * 64 * 4  # a key and a value of 64 numbers
