@@ -52,6 +52,12 @@ class Run:
         self.saved[version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.publisher.publish(version)
 
+    def kept(self) -> list[int]:
+        """End the training; the versions of its chain, each of which is exact."""
+        self.publisher.close()
+        assert is_exact(self)
+        return Chain(self.folder).versions
+
     @property
     def encoder(self) -> Encoder:
         assert self.recorder.encoder is not None
@@ -62,6 +68,14 @@ class Run:
         encoder_module.wait_until(
             lambda: self.encoder.last == version or None, what="a delta", timeout_s=60, poll_s=0.001
         )
+
+
+def begun(tmp_path: Path) -> Run:
+    """A training whose version 0 is on the disk."""
+    run = Run(tmp_path)
+    run.step(0)
+    run.written(0)
+    return run
 
 
 def is_exact(run: Run) -> bool:
@@ -79,9 +93,7 @@ def test_every_third_version_and_the_last(tmp_path: Path) -> None:
         run.step(version)
         if version % 3 == 0:
             run.written(version)
-    run.publisher.close()
-    assert Chain(run.folder).versions == [0, 3, 6, 8]
-    assert is_exact(run)
+    assert run.kept() == [0, 3, 6, 8]
 
 
 def writing_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -101,18 +113,14 @@ def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     monkeypatch.setattr(encoder_module, "WAITING_BYTES", 0)
-    run = Run(tmp_path)
-    run.step(0)
-    run.written(0)
+    run = begun(tmp_path)
     go = writing_waits(monkeypatch)
     for version in range(1, 9):
         run.step(version)  # returns at once
         assert run.publisher.version == version
     go.set()
-    run.publisher.close()
-    versions = Chain(run.folder).versions
+    versions = run.kept()
     assert versions[:2] == [0, 1] and versions[-1] == 8 and len(versions) in (3, 4)
-    assert is_exact(run)
     assert any("spans" in line and "encoding is slower than training" in line for line in warnings)
 
 
@@ -123,9 +131,7 @@ def test_small_versions_wait_for_a_slow_encoder_and_none_is_left_out(
     for version in range(30):
         run.step(version)
     go.set()
-    run.publisher.close()
-    assert Chain(run.folder).versions == list(range(30))
-    assert is_exact(run)
+    assert run.kept() == list(range(30))
 
 
 def test_versions_that_an_evaluation_holds_back_are_kept_too(tmp_path: Path) -> None:
@@ -139,9 +145,7 @@ def test_versions_that_an_evaluation_holds_back_are_kept_too(tmp_path: Path) -> 
             run.publisher.retry()  # version 7 is published later than it was kept
         run.step(version)
     assert run.publisher.version == 11
-    run.publisher.close()
-    assert Chain(run.folder).versions == list(range(12))
-    assert is_exact(run)
+    assert run.kept() == list(range(12))
 
 
 def test_a_run_that_ends_while_an_evaluation_holds_has_its_last_version(tmp_path: Path) -> None:
@@ -150,17 +154,13 @@ def test_a_run_that_ends_while_an_evaluation_holds_has_its_last_version(tmp_path
     run.publisher.hold()
     for version in (1, 2):
         run.step(version)
-    run.publisher.close()
-    assert Chain(run.folder).versions == [0, 1, 2]
-    assert is_exact(run)
+    assert run.kept() == [0, 1, 2]
 
 
 def test_a_full_disk_costs_a_version_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    run = Run(tmp_path)
-    run.step(0)
-    run.written(0)
+    run = begun(tmp_path)
     write = encoder_module.ChainWriter._write
 
     def no_room(self: Any, name: str, pieces: Any) -> int:
@@ -173,19 +173,14 @@ def test_a_full_disk_costs_a_version_and_not_the_training(
         run.step(version)
         if version > 1:
             run.written(version)
-    run.publisher.close()
-    chain = Chain(run.folder)
-    assert chain.versions == [0, 2, 3] and chain.entries[2].header.is_snapshot
-    assert is_exact(run)
+    assert run.kept() == [0, 2, 3] and Chain(run.folder).entries[2].header.is_snapshot
     assert any("version 1 is not kept" in line for line in warnings)
 
 
 def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path)
-    run.step(0)
-    run.written(0)
+    run = begun(tmp_path)
     monkeypatch.setattr(encoder_module.ChainWriter, "append", Mock(side_effect=OSError("gone")))
     for version in range(1, 6):
         run.step(version)
@@ -198,9 +193,7 @@ def test_a_copy_that_fails_holds_no_slot_and_one_at_most_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lease that stays keeps a slot from the trainer until the run ends."""
-    run, go = Run(tmp_path), threading.Event()
-    run.step(0)
-    run.written(0)
+    run, go = begun(tmp_path), threading.Event()
 
     def broken(*_: Any) -> Any:
         assert go.wait(60)
@@ -243,9 +236,7 @@ def test_copying_and_encoding_have_a_lower_priority_than_training(
 def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    run = Run(tmp_path)
-    run.step(0)
-    run.written(0)
+    run = begun(tmp_path)
     go = writing_waits(monkeypatch)
     monkeypatch.setattr(encoder_module, "ENDING_S", 0.01)
     run.step(1)

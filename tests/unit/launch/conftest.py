@@ -16,9 +16,9 @@ from kit.waiting import is_gone
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Stage]:
     """At the end no child may be left behind."""
-    stage = Stage(tmp_path)
+    stage = Stage(tmp_path, capsys)
     monkeypatch.setattr(sys, "executable", str(stage.python))
     monkeypatch.setattr(supervisor, "POLL_S", 0.01)
     yield stage

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
+from async_grpo.launch.launcher import launch
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.run_plan import RunPlan
@@ -60,10 +61,9 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from stage import Stage
-from async_grpo.launch.launcher import launch
 stage = Stage(Path(sys.argv[1]))
 sys.executable = str(stage.python)
-launch(stage.run.root, stage.plan())
+stage.launch()
 """
 
 
@@ -79,8 +79,9 @@ def launch_env() -> dict[str, str]:
 class Stage:
     """A launcher's surroundings: the fake children's code, and what became of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, capsys: Any = None) -> None:
         self.folder = folder
+        self._capsys = capsys
         self.python = folder / "python"
         self.run = RunDir(folder / "run")
 
@@ -91,6 +92,13 @@ class Stage:
 
     def plan(self, **changes: Any) -> RunPlan:
         return planned(self.folder / "my_trainer.py", workers=2, **changes)
+
+    def launch(self, **changes: Any) -> int:
+        return launch(self.run.root, self.plan(**changes))
+
+    def said(self) -> Any:
+        """What was printed since the last call: `out` and `err`."""
+        return self._capsys.readouterr()
 
     def starts(self, role: str) -> list[tuple[int, list[str], dict[str, str]]]:
         """What has started in that role so far; a child may be writing its line just now."""

@@ -29,7 +29,7 @@ from kit.waiting import is_gone, until
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(HERE / ('deaf' + ROLE)).touch()\nuntil(lambda: False)"
 
 
-def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage) -> None:
     stage.children_are(
         server=f'print("12:00:00 INFO    at work"); {FINISH_WHEN_ALL_ARE_THERE}; print("12:00:01 INFO    bye")',
         worker=f"""
@@ -38,8 +38,8 @@ def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsy
             {FOLLOW_THE_RUN}
         """,
     )
-    launch(stage.run.root, stage.plan(worker_devices=("cpu", "cpu")))
-    shown = capsys.readouterr().out.splitlines()
+    stage.launch(worker_devices=("cpu", "cpu"))
+    shown = stage.said().out.splitlines()
     assert "[server] 12:00:00 INFO    at work" in shown
     assert "[server] 12:00:01 INFO    bye" in shown
     for name in ("worker 1", "worker 2"):
@@ -48,15 +48,13 @@ def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsy
     assert "noise" in (log := stage.run.worker_log(WorkerId(1)).read_text()) and "detail" in log
 
 
-def test_quiet_shows_warnings_and_what_the_launcher_has_to_decide(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_shows_warnings_and_what_the_launcher_has_to_decide(stage: Stage) -> None:
     stage.children_are(
         server=f'print("12:00:00 INFO    at work"); print("12:00:00 ERROR   no"); {FINISH_WHEN_ALL_ARE_THERE}',
         worker=FOLLOW_THE_RUN,
     )
-    launch(stage.run.root, stage.plan(quiet=True))
-    assert capsys.readouterr().out == "[server] 12:00:00 ERROR   no\n"
+    stage.launch(quiet=True)
+    assert stage.said().out == "[server] 12:00:00 ERROR   no\n"
 
 
 def test_the_plan_reaches_the_children_in_the_run_directory(stage: Stage) -> None:
@@ -74,9 +72,7 @@ def test_the_plan_reaches_the_children_in_the_run_directory(stage: Stage) -> Non
     assert int(env["OMP_NUM_THREADS"]) >= 1, "so that the processes do not fight over cores"
 
 
-def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(stage: Stage) -> None:
     stage.children_are(
         server="""
             until(lambda: started("worker2"))
@@ -86,17 +82,15 @@ def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
         """,
         worker=FOR_EVER,
     )
-    assert launch(stage.run.root, stage.plan()) == 3
-    captured = capsys.readouterr()
+    assert stage.launch() == 3
+    captured = stage.said()
     why = "[launcher] the parameter server failed (exit code 3). Its last words:"
     assert captured.err == f"{why}\nerror: no memory\n", "AsyncGRPO raises it, and has no other words"
     assert "to continue the run" not in captured.out, "there is no checkpoint"
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
-    name: str, stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(name: str, stage: Stage) -> None:
     stage.children_are(
         server="""
             until(lambda: started("worker2"))
@@ -117,8 +111,8 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
         (stage.folder / "saved").touch()
 
     threading.Thread(target=saves, daemon=True).start()
-    assert launch(stage.run.root, stage.plan()) == 1
-    said = capsys.readouterr()
+    assert stage.launch() == 1
+    said = stage.said()
     assert stage.run.state_of(None).why.startswith(f"the parameter server was killed by {name}")
     why, _, words = said.err.partition("\n")
     assert f"the parameter server failed (killed by {name}" in why and ("memory" in why) is (name == "SIGKILL")
@@ -128,7 +122,7 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
 
 
 def test_the_server_has_the_whole_stop_grace_and_deaf_workers_are_not_waited_for_that_long(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "STOP_GRACE_S", 0.1)
     stage.children_are(
@@ -148,14 +142,12 @@ def test_the_server_has_the_whole_stop_grace_and_deaf_workers_are_not_waited_for
         """,
         worker=DEAF,
     )
-    assert launch(stage.run.root, stage.plan(stop_grace=60.0)) == 0
+    assert stage.launch(stop_grace=60.0) == 0
     assert (stage.run.root / "checkpoint").exists()
-    assert "stopping: a checkpoint is written" in capsys.readouterr().out
+    assert "stopping: a checkpoint is written" in stage.said().out
 
 
-def test_a_server_that_is_killed_after_the_stop_grace_is_told_with_what_to_do(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_killed_after_the_stop_grace_is_told_with_what_to_do(stage: Stage) -> None:
     stage.children_are(
         server="""
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -164,8 +156,8 @@ def test_a_server_that_is_killed_after_the_stop_grace_is_told_with_what_to_do(
         """,
         worker=FOR_EVER,
     )
-    assert launch(stage.run.root, stage.plan(stop_grace=0.1)) == 0
-    out = capsys.readouterr().out
+    assert stage.launch(stop_grace=0.1) == 0
+    out = stage.said().out
     assert "the parameter server did not end in 0.1 s (--stop-grace) and was killed: --resume" in out
 
 
@@ -182,7 +174,7 @@ def test_a_second_run_that_lost_leaves_the_summary_of_the_first_alone(stage: Sta
     stage.children_are(
         server=f"(RUN / 'summary.json').write_text({of_the_first!r})\nsys.exit('error: in use')", worker=FOLLOW_THE_RUN
     )
-    assert launch(stage.run.root, stage.plan()) == 1
+    assert stage.launch() == 1
     assert stage.run.summary.read_text() == of_the_first
 
 
@@ -214,29 +206,27 @@ def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeyp
 
     monkeypatch.setattr(launcher, "prepare", stopped_while_preparing)
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
-    assert launch(stage.run.root, stage.plan()) == NOTHING_TRAINED == 130
+    assert stage.launch() == NOTHING_TRAINED == 130
     assert stage.run.state_of(None).state == runs.STOPPED
 
 
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"])
-def test_a_stop_before_the_first_step_says_that_nothing_was_trained(
-    stage: Stage, handler: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_before_the_first_step_says_that_nothing_was_trained(stage: Stage, handler: str) -> None:
     """Also where the server ends without a word: else the run would be starting for ever."""
     stage.children_are(server=f"{handler}\nos.kill(os.getppid(), signal.SIGINT)\n{FOR_EVER}", worker=FOR_EVER)
-    assert launch(stage.run.root, stage.plan()) == NOTHING_TRAINED
-    said = capsys.readouterr().out.splitlines()
+    assert stage.launch() == NOTHING_TRAINED
+    said = stage.said().out.splitlines()
     assert said[-2:] == ["[launcher] stopping: everything ends", "[launcher] stopped, nothing was trained"]
     assert look(stage.run.root, details=False).state == runs.STOPPED
 
 
-def test_a_run_that_is_moved_aside_is_said(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_moved_aside_is_said(stage: Stage) -> None:
     stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
-    assert launch(stage.run.root, stage.plan()) == 0
-    assert "is now in" not in capsys.readouterr().out
-    assert launch(stage.run.root, stage.plan()) == 0
+    assert stage.launch() == 0
+    assert "is now in" not in stage.said().out
+    assert stage.launch() == 0
     [aside] = stage.run.root.parent.glob("run-*")
-    assert f"[launcher] the run that was in {stage.run.root} is now in {aside}\n" in capsys.readouterr().out
+    assert f"[launcher] the run that was in {stage.run.root} is now in {aside}\n" in stage.said().out
 
 
 def test_the_signal_for_stacks_ends_no_process_that_is_just_starting(stage: Stage) -> None:
@@ -244,14 +234,14 @@ def test_the_signal_for_stacks_ends_no_process_that_is_just_starting(stage: Stag
         server="os.kill(os.getpid(), signal.SIGUSR1)\n" + FINISH_WHEN_ALL_ARE_THERE,
         worker="os.kill(os.getpid(), signal.SIGUSR1)\n" + FOLLOW_THE_RUN,
     )
-    assert launch(stage.run.root, stage.plan()) == 0
+    assert stage.launch() == 0
     assert len(stage.pids()) == 3
 
 
 def test_more_workers_than_memory_are_refused_before_anything_is_changed(stage: Stage) -> None:
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
     with pytest.raises(UsageError, match=r"1,000,000 workers need 400000.0 GB of memory .*room for [\d,]+ at most"):
-        launch(stage.run.root, stage.plan(worker_devices=("cpu",) * 10**6))
+        stage.launch(worker_devices=("cpu",) * 10**6)
     assert not stage.run.root.exists() and stage.pids() == []
 
 
@@ -262,13 +252,11 @@ def test_a_containers_limit_counts_as_memory(monkeypatch: pytest.MonkeyPatch) ->
         host_memory.require_memory(3)
 
 
-def test_more_workers_than_cores_are_warned_of(
-    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_workers_than_cores_are_warned_of(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
-    assert launch(stage.run.root, stage.plan()) == 0
-    said = capsys.readouterr().out
+    assert stage.launch() == 0
+    said = stage.said().out
     assert "2 workers and the server share 1 core, so each" in said and "server on cpu, 2 workers on cpu; logs" in said
 
 
@@ -279,7 +267,7 @@ def test_a_resume_that_cannot_even_be_launched_changes_nothing(stage: Stage) -> 
     before = stage.run.state_file.read_bytes()
     stage.run.server_log.symlink_to(stage.folder / "elsewhere")
     with pytest.raises(BadFileError, match="links are not followed"):
-        launch(stage.run.root, stage.plan(resume=True))
+        stage.launch(resume=True)
     assert stage.run.state_file.read_bytes() == before
 
 
@@ -288,5 +276,5 @@ def test_a_resume_that_is_stopped_while_the_server_loads_changes_nothing(stage: 
     launcher.prepare(stage.run.root, planned(Path("my_trainer.py")))
     stage.run.update_state(state=runs.FINISHED, step=3)
     before = stage.run.state_file.read_bytes()
-    assert launch(stage.run.root, stage.plan(resume=True)) == 0
+    assert stage.launch(resume=True) == 0
     assert stage.run.state_file.read_bytes() == before
