@@ -1,11 +1,9 @@
-"""A vLLM server is told to take what is published; a small HTTP server stands in for it and reads the memory."""
+"""A vLLM server is told to take what is published; a stand-in for it reads the memory."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from threading import Thread
@@ -15,64 +13,28 @@ import pytest
 import torch
 
 from async_grpo_ipc import FeedError, VLLMFeed, WeightExporter, open_remote_memory
+from kit.fake_vllm_server import FakeVLLMServer, serving
 
 
-class Server(ThreadingHTTPServer):
+class Server(FakeVLLMServer):
     """Reads each version that it is told to take, as the backend in vLLM does."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
-        self.handle = ""
-        self.weights: dict[str, torch.Tensor] = {}
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def post(self, path: str, body: dict[str, Any]) -> None:
-        self.asked.append(path)
+    def reply(self, path: str, body: Any) -> Any:
         if path == "/init_weight_transfer_engine":
             self.handle = body["init_info"]["handle"]
-        if path == "/update_weights":
-            with (
-                open_remote_memory(self.handle) as remote,
-                remote.lease(version=body["update_info"]["version"]) as view,
-            ):
-                assert view.generation == body["update_info"]["generation"] or not body["update_info"]["generation"]
-                self.weights = {name: tensor.clone() for name, tensor in view.items()}
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self._answer(200)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        if self.path == "/resume" and self.server.handle == "refuse":
-            self._answer(404)
-            return
-        self.server.post(self.path, body)
-        self._answer(200)
-
-    def _answer(self, status: int) -> None:
-        self.send_response(status)
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
+        if path != "/update_weights":
+            return super().reply(path, body)
+        wanted = body["update_info"]
+        with open_remote_memory(self.handle) as remote, remote.lease(version=wanted["version"]) as view:
+            assert view.generation == wanted["generation"] or not wanted["generation"]
+            self.weights = {name: tensor.clone() for name, tensor in view.items()}
+        return {}
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(Server()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @contextmanager
@@ -104,7 +66,7 @@ def test_a_version_is_taken_in_the_order_that_vllm_wants(server: Server, tmp_pat
             exporter.publish(version)
             feed.take(version)
             assert server.weights["w"].eq(version).all()
-    assert server.asked == ["/init_weight_transfer_engine", *UPDATE, *UPDATE]
+    assert [path for path, _ in server.asked] == ["/init_weight_transfer_engine", *UPDATE, *UPDATE]
 
 
 def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> None:
@@ -117,6 +79,6 @@ def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> Non
         for ask in (VLLMFeed(url, tmp_path / "handle.json").resume, lambda: VLLMFeed(url, tmp_path).wait_ready(0.0)):
             with pytest.raises(FeedError, match=f"No vLLM server answers at {url}"):
                 ask()
-    server.handle = "refuse"
+    server.answers["/resume"] = (404, {})
     with pytest.raises(FeedError, match=r"answered /resume with 404.*VLLM_SERVER_DEV_MODE=1"):
         VLLMFeed(server.url, tmp_path / "handle.json").resume()
