@@ -34,6 +34,11 @@ def save(outputs: Path, state: RunState, step: int, root: Path) -> Path:
     return save_checkpoint(outputs, state.run_id, step, run_dir=str(root))
 
 
+def found_path(named: str, state: RunState, root: Path) -> Path | None:
+    found = output_dir.find_checkpoint(named, state, root)
+    return found and found.path
+
+
 # --- where a resumed run looks
 
 
@@ -52,8 +57,7 @@ def test_a_resume_from_another_folder_finds_the_checkpoints(home: Path, monkeypa
     checkpoint = save(home / "outputs", state, 4, root)
     (elsewhere := home / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
-    found = output_dir.find_checkpoint("outputs", state, root)
-    assert found is not None and found.path == checkpoint
+    assert found_path("outputs", state, root) == checkpoint
     assert output_dir.absolute("outputs", state, root) == home / "outputs", "new ones go where the others are"
     assert output_dir.absolute("/big/disk", state, root) == Path("/big/disk")
     assert output_dir.absolute("outputs", None, root) == elsewhere / "outputs"
@@ -63,8 +67,7 @@ def test_checkpoints_that_were_moved_are_found_where_the_setup_file_says(home: P
     state = begun(home / "worker", home / "old", step=4)
     save(home / "old", state, 4, home / "worker")
     (home / "old").rename(home / "new")
-    found = output_dir.find_checkpoint("new", state, home / "worker")
-    assert found is not None and found.path == home / "new" / "checkpoint-4"
+    assert found_path("new", state, home / "worker") == home / "new" / "checkpoint-4"
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -80,8 +83,7 @@ def test_a_project_that_was_moved_or_copied_as_a_whole_has_its_own_checkpoints(
     else:
         shutil.rmtree(home)
     monkeypatch.chdir(there)
-    found = output_dir.find_checkpoint("outputs", state, there / "worker")
-    assert found is not None and found.path == there / "outputs" / "checkpoint-4"
+    assert found_path("outputs", state, there / "worker") == there / "outputs" / "checkpoint-4"
     assert output_dir.absolute("outputs", state, there / "worker") == there / "outputs"
 
 
@@ -93,8 +95,7 @@ def test_a_run_directory_that_is_moved_alone_finds_its_checkpoints(home: Path, m
     (home / "worker").rename(node / "worker")
     for folder in (home, node):
         monkeypatch.chdir(folder)
-        found = output_dir.find_checkpoint("outputs", state, node / "worker")
-        assert found is not None and found.path == checkpoint
+        assert found_path("outputs", state, node / "worker") == checkpoint
 
 
 def test_a_run_that_has_trained_is_not_started_over_without_a_word(home: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_run_that_has_trained_is_not_started_over_without_a_word(home: Path) -
         output_dir.find_checkpoint("named", state, home / "worker")
     text = str(refusal.value)
     assert str(home / "gone") in text and str(home / "named") in text and "--overwrite" in text
-    assert output_dir.find_checkpoint("named", replace(state, step=0), home / "worker") is None
+    assert found_path("named", replace(state, step=0), home / "worker") is None
 
 
 # --- whose it is

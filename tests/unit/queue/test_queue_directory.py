@@ -110,9 +110,7 @@ def test_counts_can_be_read_by_anyone(server: ServerQueue, worker: WorkerQueue) 
     submit(server, 0, 1, 2)
     worker.claim(1)
     assert queue_counts(server.root) == (2, 1, 0, 0)
-    assert worker.pending() == 2
-    assert server.unclaimed() == [1, 2]
-    assert worker.alive_workers() == 1
+    assert (worker.pending(), server.unclaimed(), worker.alive_workers()) == (2, [1, 2], 1)
 
 
 def test_a_forked_child_cannot_use_the_queue_of_its_parent(worker: WorkerQueue) -> None:

@@ -169,9 +169,7 @@ def test_a_job_whose_files_break_every_time_is_given_up(server: ServerQueue, wor
         worker._look_at = 0.0
         assert worker.claim(1) == []
         server.finished()
-    assert server.given_up.keys() == {0}
-    assert server.healing.broken == 3
-    assert names(server) == []
+    assert (server.given_up.keys(), server.healing.broken, names(server)) == ({0}, 3, [])
 
 
 def test_a_job_whose_file_vanished_is_issued_again_and_counted(server: ServerQueue) -> None:
