@@ -20,8 +20,12 @@ from async_grpo.reports.rollouts import BEST, WORST, select
 from kit.archived_run import ArchivedRun, three_steps
 
 
-def test_news_come_once_and_in_the_order_of_training(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+@pytest.fixture
+def run(tmp_path: Path) -> ArchivedRun:
+    return three_steps(tmp_path)
+
+
+def test_news_come_once_and_in_the_order_of_training(run: ArchivedRun) -> None:
     groups = FinishedGroups(run.root)
     news = [it for it in groups.news() if isinstance(it, UsedStep)]
     assert [(it.step, it.version_used, [g.group.job.seq for g in it.groups]) for it in news] == [
@@ -38,8 +42,7 @@ def test_news_come_once_and_in_the_order_of_training(tmp_path: Path) -> None:
     assert isinstance(step, UsedStep) and step.step == 4
 
 
-def test_a_resumed_run_says_from_which_step_on(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_a_resumed_run_says_from_which_step_on(run: ArchivedRun) -> None:
     groups = FinishedGroups(run.root)
     list(groups.news())
     run.begin(2)
@@ -51,8 +54,7 @@ def test_a_resumed_run_says_from_which_step_on(tmp_path: Path) -> None:
     assert fates[7].step == 3 and 5 not in fates  # group 5 was used by a step that has not happened
 
 
-def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_half_a_line_is_read_when_it_is_whole(run: ArchivedRun) -> None:
     line = json.dumps({"step": 4, "version_used": 3, "seqs": [6], "policy_versions": [3]})
     with run.run.consumption.open("a") as file:
         file.write(line[:20])
@@ -64,8 +66,7 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert isinstance(step, UsedStep) and step.missing == 1  # its file was not moved to done/ by this test
 
 
-def test_damaged_files_and_lines_are_left_out_and_named(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_damaged_files_and_lines_are_left_out_and_named(run: ArchivedRun) -> None:
     damaged = run.group(2)
     damaged.write_bytes(damaged.read_bytes()[:-3])
     run.group(3).unlink()
@@ -80,8 +81,7 @@ def test_damaged_files_and_lines_are_left_out_and_named(tmp_path: Path) -> None:
     assert any("consumed.jsonl is broken" in text for text in groups.skipped.values())
 
 
-def test_every_group_with_its_fate_the_newest_first(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_every_group_with_its_fate_the_newest_first(run: ArchivedRun) -> None:
     run.group(7, 3)
     run.line(dropped=7, reason="equal rewards")
     groups = FinishedGroups(run.root)
@@ -104,8 +104,7 @@ def test_a_directory_that_cannot_be_read_is_a_sentence(tmp_path: Path, contents:
         FinishedGroups(tmp_path / "nowhere")
 
 
-def test_no_permission_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = three_steps(tmp_path)
+def test_no_permission_is_a_sentence(run: ArchivedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(RunDirError, match=r"run\.json may not be read by this user"):
         FinishedGroups(run.root)
@@ -127,8 +126,7 @@ def test_somebody_elses_run_is_a_sentence() -> None:
             assert done.returncode == 2 and "the run is someone else's" in done.stderr, done.stderr
 
 
-def test_another_run_in_the_same_folder_is_noticed(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_another_run_in_the_same_folder_is_noticed(run: ArchivedRun) -> None:
     groups = FinishedGroups(run.root)
     list(groups.news())
     run.line(run_id="another", resumed_from=None, max_staleness=4)
@@ -136,8 +134,7 @@ def test_another_run_in_the_same_folder_is_noticed(tmp_path: Path) -> None:
         list(groups.news())
 
 
-def test_advantages_follow_the_recorded_rule(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_advantages_follow_the_recorded_rule(run: ArchivedRun) -> None:
     run.run.hyperparameters.write_text(json.dumps({"reward_weights": [2.0, 4.0], "scale_rewards": "none"}))
     groups = FinishedGroups(run.root)
     selection = select(groups, limit=None, job=4)
@@ -145,8 +142,7 @@ def test_advantages_follow_the_recorded_rule(tmp_path: Path) -> None:
     assert [it.advantage for it in selection.rollouts] == [1.0, -1.0]
 
 
-def test_batch_scaled_advantages_need_the_whole_batch(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_batch_scaled_advantages_need_the_whole_batch(run: ArchivedRun) -> None:
     run.run.hyperparameters.write_text(json.dumps({"scale_rewards": "batch"}))
     run.group(3).unlink()
     selection = select(FinishedGroups(run.root), limit=None)

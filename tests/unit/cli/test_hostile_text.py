@@ -70,14 +70,11 @@ def test_neither_does_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_neither_does_the_log_of_a_process_that_was_started_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_log("INFO")
+    logger.warning("prompt group 7 failed: {}", CONTROLS)
     try:
-        logger.warning("prompt group 7 failed: {}", CONTROLS)
-        try:
-            raise ValueError(CONTROLS)
-        except ValueError as error:
-            logger.opt(exception=error).warning("an agent's call ended")
-    finally:
-        logger.remove()
+        raise ValueError(CONTROLS)
+    except ValueError as error:
+        logger.opt(exception=error).warning("an agent's call ended")
     printed = "".join(capsys.readouterr())
     assert "ValueError: " in printed and "prompt group 7 failed" in printed
     assert not set("\x1b\x07\u202e") & set(printed), printed
@@ -85,10 +82,7 @@ def test_neither_does_the_log_of_a_process_that_was_started_by_hand(capsys: pyte
 
 def test_a_text_that_is_quoted_in_a_log_cannot_look_like_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_log("INFO")
-    try:
-        logger.warning("refused: {}", "a\n12:00:00 INFO    all is well")
-    finally:
-        logger.remove()
+    logger.warning("refused: {}", "a\n12:00:00 INFO    all is well")
     first, second = "".join(capsys.readouterr()).splitlines()
     assert first.endswith("refused: a") and second == "  12:00:00 INFO    all is well"
 

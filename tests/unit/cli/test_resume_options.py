@@ -47,6 +47,13 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see_gpus: Any) -> 
     return found
 
 
+@pytest.fixture
+def begun(launched: Launched) -> Launched:
+    """A stopped run with the options `BEGUN`."""
+    assert main(["train", "my trainer.py", *BEGUN]) == 0
+    return launched
+
+
 def same_but_resumed(first: RunPlan, second: RunPlan) -> bool:
     return first == replace(second, training=replace(second.training, resume=False))
 
@@ -78,39 +85,34 @@ def test_the_printed_command_continues_the_run_as_it_was(launched: Launched, mon
     assert same_but_resumed(*launched)
 
 
-def test_what_may_change_is_changed_and_said(launched: Launched, printed: Says) -> None:
-    assert main(["train", "my trainer.py", *BEGUN]) == 0
+def test_what_may_change_is_changed_and_said(begun: Launched, printed: Says) -> None:
     said = printed("train", "other.py", "--resume", "--steps", "50", "--max-staleness", "2", "--quiet")
     assert "--steps 50 from now on; the run was begun with --steps 30" in said
     assert "--quiet from now on; the run was begun without this option" in said
     assert "the setup file is other.py from now on" in said
     assert "--max-staleness" not in said, "it agrees"
     assert main(["train", "--resume"]) == 0
-    assert launched[-1].training.steps == 50, "the next resume continues from there"
-    assert launched[-1].config.name == "other.py"
+    assert begun[-1].training.steps == 50, "the next resume continues from there"
+    assert begun[-1].config.name == "other.py"
 
 
-def test_values_of_the_configuration_are_kept_one_by_one(launched: Launched, printed: Says) -> None:
-    assert main(["train", "my trainer.py", *BEGUN]) == 0
+def test_values_of_the_configuration_are_kept_one_by_one(begun: Launched, printed: Says) -> None:
     said = printed("train", "--resume", "--set", "learning_rate=2e-5", "--set", "beta=0.1")
     assert "--set learning_rate=2e-5 from now on; it was 1e-5" in said
     assert "--set beta=0.1 from now on; the run was begun without this value" in said
     assert main(["train", "--resume"]) == 0
-    assert launched[-1].training.set == {"learning_rate": "2e-5", "reward_weights": "[1, 2]", "beta": "0.1"}
+    assert begun[-1].training.set == {"learning_rate": "2e-5", "reward_weights": "[1, 2]", "beta": "0.1"}
 
 
 @pytest.mark.parametrize(
     "given",
     [["--seed", "8"], ["--correction", "tis"], ["--deterministic"], ["--filter-zero-variance"], ["--choose-prompts"]],
 )
-def test_what_cannot_change_is_refused_and_nothing_is_started(
-    launched: Launched, given: list[str], refused: Says
-) -> None:
-    assert main(["train", "my trainer.py", *BEGUN]) == 0
+def test_what_cannot_change_is_refused_and_nothing_is_started(begun: Launched, given: list[str], refused: Says) -> None:
     before = Path("worker/run.json").read_bytes()
     error = refused("train", "--resume", *given)
     assert "was begun with" in error and f"leave {given[0]} out" in error
-    assert len(launched) == 1 and Path("worker/run.json").read_bytes() == before
+    assert len(begun) == 1 and Path("worker/run.json").read_bytes() == before
     assert main(["train", "--resume", "--seed", "7"]) == 0, "it agrees"
 
 
@@ -151,15 +153,14 @@ def test_a_trainer_of_several_processes_can_go_on_as_one(launched: Launched, tmp
 
 
 @pytest.mark.parametrize("command", [train, server])
-def test_a_finished_run_has_nothing_to_do(launched: Launched, command: Any, printed: Says) -> None:
-    assert main(["train", "my trainer.py", *BEGUN]) == 0
+def test_a_finished_run_has_nothing_to_do(begun: Launched, command: Any, printed: Says) -> None:
     RunDir(Path("worker")).update_state(state=runs.FINISHED, step=30)
     before = Path("worker/run.json").read_bytes()
     name = command.__name__.rpartition(".")[2]
     assert "nothing to do: run" in printed(name, "--resume")
-    assert len(launched) == 1 and Path("worker/run.json").read_bytes() == before
+    assert len(begun) == 1 and Path("worker/run.json").read_bytes() == before
     assert main(["train", "--resume", "--steps", "31"]) == 0
-    assert launched[-1].training.steps == 31
+    assert begun[-1].training.steps == 31
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,8 @@ def test_a_finished_run_has_nothing_to_do(launched: Launched, command: Any, prin
     [("training", "steps", "many"), ("training", "colour", "red"), ("launch", "worker_timeout", None)],
 )
 def test_a_plan_that_cannot_be_read_is_refused_by_the_name_of_its_field(
-    launched: Launched, kind: str, name: str, value: Any, refused: Says
+    begun: Launched, kind: str, name: str, value: Any, refused: Says
 ) -> None:
-    assert main(["train", "my trainer.py", *BEGUN]) == 0
     path = Path("worker/run.json")
     state = json.loads(path.read_text())
     state["plan"][kind][name] = value
@@ -178,18 +178,17 @@ def test_a_plan_that_cannot_be_read_is_refused_by_the_name_of_its_field(
     assert "is not the record of a run" in said and name in said
 
 
-def test_a_resume_that_was_not_accepted_leaves_no_option_behind(launched: Launched, tmp_path: Path) -> None:
+def test_a_resume_that_was_not_accepted_leaves_no_option_behind(begun: Launched, tmp_path: Path) -> None:
     """Not even one that was killed while the server loaded."""
-    assert main(["train", "my trainer.py", *BEGUN]) == 0
     RunDir(tmp_path / "worker").update_state(state=runs.FINISHED, step=30)
     for config in ("ddp.yaml", "fsdp.yaml"):
         refused = planned(Path("other.py"), resume=True, workers=7, accelerate_config=tmp_path / config, steps=50)
         prepare(tmp_path / "worker", refused)
     assert main(["train", "--resume", "-q"]) == 0, "it has nothing to do"
-    assert len(launched) == 1
+    assert len(begun) == 1
     assert main(["train", "--resume", "-q", "--steps", "40"]) == 0
-    assert (launched[-1].launch.accelerate_config, launched[-1].training.steps) == (None, 40)
-    assert launched[-1].config.name == "my trainer.py"
+    assert (begun[-1].launch.accelerate_config, begun[-1].training.steps) == (None, 40)
+    assert begun[-1].config.name == "my trainer.py"
 
 
 def test_a_path_means_the_same_in_another_folder(

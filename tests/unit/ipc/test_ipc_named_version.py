@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_grpo_ipc import ShareTimeoutError, VersionGoneError, WeightExporter, open_remote_memory
+from async_grpo_ipc import RemoteWeights, ShareTimeoutError, VersionGoneError, WeightExporter, open_remote_memory
 
 
 def test_a_held_version_is_read_although_a_newer_one_is_there(tmp_path: Path) -> None:
@@ -24,18 +24,13 @@ def test_a_held_version_is_read_although_a_newer_one_is_there(tmp_path: Path) ->
                 assert reader.version == 3
 
 
-def test_a_version_that_nobody_held_is_gone(tmp_path: Path) -> None:
-    with WeightExporter.from_tensors({"w": torch.zeros(4)}, tmp_path / "handle.json") as exporter:
-        for version in (1, 2, 3):
-            exporter.publish(version)
-        with open_remote_memory(exporter.path) as reader, pytest.raises(VersionGoneError, match="Version 1 at"):
-            with reader.lease(version=1):
-                pass
+def test_a_version_that_nobody_held_is_gone(published: WeightExporter, remote: RemoteWeights) -> None:
+    published.publish(2)
+    published.publish(3)
+    with pytest.raises(VersionGoneError, match="Version 1 at"), remote.lease(version=1):
+        pass
 
 
-def test_a_version_that_does_not_come_is_a_sentence(tmp_path: Path) -> None:
-    with WeightExporter.from_tensors({"w": torch.zeros(4)}, tmp_path / "handle.json") as exporter:
-        exporter.publish(1)
-        with open_remote_memory(exporter.path) as reader, pytest.raises(ShareTimeoutError, match="Version 2 could"):
-            with reader.lease(0.01, version=2):
-                pass
+def test_a_version_that_does_not_come_is_a_sentence(remote: RemoteWeights) -> None:
+    with pytest.raises(ShareTimeoutError, match="Version 2 could"), remote.lease(0.01, version=2):
+        pass
