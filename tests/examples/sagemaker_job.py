@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def model_in(folder: Path) -> None:
     tiny.build_model(tokenizer).save_pretrained(folder)
 
 
-def start(root: Path, log: Path, *, enter: Sequence[str] = (), **more: str) -> subprocess.Popen[bytes]:
-    """Args: enter: what starts a command elsewhere, such as in a namespace."""
+@contextmanager
+def started(root: Path, log: Path, *, enter: Sequence[str] = (), **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A job, which is killed at the end. Args: enter: what starts a command elsewhere, such as in a namespace."""
     texts = {"num_gpus": "0", "num_generations": "4", "grad_accum_steps": "1", "per_device_train_batch_size": "4"}
     texts |= {"num_iterations": "1", "max_completion_length": "24", "save_steps": "2", "max_steps": "40", **more}
     env: dict[str, Any] = {
@@ -43,9 +45,19 @@ def start(root: Path, log: Path, *, enter: Sequence[str] = (), **more: str) -> s
         "PYTHONPATH": f"{EXAMPLE.parents[1] / 'src'}:{os.environ.get('PYTHONPATH', '')}",
     }
     with log.open("wb") as output:
-        return subprocess.Popen([*enter, sys.executable, EXAMPLE / "train.py"], env=env, stdout=output, stderr=output)
+        job = subprocess.Popen([*enter, sys.executable, EXAMPLE / "train.py"], env=env, stdout=output, stderr=output)
+    try:
+        yield job
+    finally:
+        job.kill()
 
 
 def until_found(condition: Callable[[], Any], job: subprocess.Popen[bytes], log: Path) -> None:
     """Wait while the job runs."""
     until(condition, deadline_s=DEADLINE_S, process=job, said=log.read_text)
+
+
+def ends_well(root: Path, log: Path, **how: Any) -> None:
+    """Start a job, and wait for its end."""
+    with started(root, log, **how) as job:
+        assert job.wait(DEADLINE_S) == 0, log.read_text()

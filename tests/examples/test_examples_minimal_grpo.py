@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.setup.trl_compat import repair_trl
+from kit.scripts import module_at
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "minimal_grpo" / "minimal_grpo.py"
@@ -28,12 +27,7 @@ STEPS = 8
 
 @pytest.fixture
 def minimal() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("minimal_grpo", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["minimal_grpo"] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FILE)
 
 
 def tokenizer_of(minimal: ModuleType) -> PreTrainedTokenizerFast:
@@ -61,11 +55,8 @@ def trl_losses(minimal: ModuleType, model: Path, batches: list[Any], folder: Pat
         lengths = batch.mask_BT.sum(1).long().tolist()
         rows = zip(batch.completions_BT.tolist(), batch.old_logps_BT.tolist(), lengths, strict=True)
         completions, logprobs = zip(*[(tokens[:end], logps[:end]) for tokens, logps, end in rows], strict=True)
-        return {
-            "prompt_ids": batch.prompts_BP.tolist(),
-            "completion_ids": list(completions),
-            "logprobs": list(logprobs),
-        }
+        prompt_ids = batch.prompts_BP.tolist()
+        return {"prompt_ids": prompt_ids, "completion_ids": list(completions), "logprobs": list(logprobs)}
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [minimal.reward(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]

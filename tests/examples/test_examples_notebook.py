@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +9,9 @@ from types import ModuleType
 import nbformat
 import pytest
 
+from kit.scripts import module_at
+
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "run_notebook.py"
 GUIDE = ROOT / "examples" / "sagemaker" / "guide.ipynb"
 NOTEBOOKS = [ROOT / "examples" / "notebook" / "train_and_plot.ipynb", GUIDE]
 PATH_OF_A_MACHINE = re.compile(r"/(root|home|work|tmp|usr|mnt|data)/")
@@ -19,11 +19,7 @@ PATH_OF_A_MACHINE = re.compile(r"/(root|home|work|tmp|usr|mnt|data)/")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_notebook", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "scripts" / "run_notebook.py")
 
 
 def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:

@@ -10,13 +10,13 @@ import shutil
 import signal
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from sagemaker_job import DEADLINE_S, EXAMPLE, model_in, start, until_found
+from sagemaker_job import DEADLINE_S, EXAMPLE, ends_well, model_in, started, until_found
 
 from async_grpo.evals.early_stopping import Best
 from async_grpo.evals.estimators import Estimate
@@ -36,6 +36,18 @@ def example() -> Iterator[SimpleNamespace]:
     sys.path.remove(str(EXAMPLE))
     for name in names:
         del sys.modules[name]
+
+
+@pytest.fixture
+def fails(example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a job in `tmp_path` that ends with this code; gives the reason that it has written down."""
+    monkeypatch.setenv("SM_ROOT", str(tmp_path))
+
+    def run(code: int = 2, options: Sequence[str] = ("--num_gpus=0", "--num_generations=8")) -> str:
+        assert example.train.main([*options]) == code
+        return (tmp_path / "output" / "failure").read_text()
+
+    return run
 
 
 # --- hyperparameters
@@ -83,12 +95,10 @@ def test_bad_hyperparameters_are_sentences(
         example.hyperparameters.read(options, {}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "credit"),
-    [("mt_grpo", "turn"), ("grpo_merged", "merged"), ("grpo_outcome", "outcome"), ("grpo", "merged")],
-)
-def test_each_trainer_is_a_credit(example: SimpleNamespace, tmp_path: Path, trainer: str, credit: str) -> None:
-    assert example.hyperparameters.read([f"--trainer={trainer}"], {}, tmp_path).credit == credit
+def test_each_trainer_is_a_credit(example: SimpleNamespace, tmp_path: Path) -> None:
+    credits = {"mt_grpo": "turn", "grpo_merged": "merged", "grpo_outcome": "outcome", "grpo": "merged"}
+    read = example.hyperparameters.read
+    assert {trainer: read([f"--trainer={trainer}"], {}, tmp_path).credit for trainer in credits} == credits
 
 
 @pytest.mark.parametrize(
@@ -126,10 +136,10 @@ def test_an_odd_file_of_hyperparameters_is_a_sentence(
     ],
 )
 def test_channels_are_read_as_json(example: SimpleNamespace, text: str, sentence: str) -> None:
-    assert example.train.given_channels({"SM_CHANNELS": '["index", "model"]'}) == ["index", "model"]
-    assert example.train.given_channels({}) == []
+    read = example.train.given_channels
+    assert (read({"SM_CHANNELS": '["index", "model"]'}), read({})) == (["index", "model"], [])
     with pytest.raises(example.hyperparameters.Refused, match=re.escape(sentence)):
-        example.train.given_channels({"SM_CHANNELS": text})
+        read({"SM_CHANNELS": text})
 
 
 def test_the_failure_has_the_sentence_and_of_the_log_what_fits(example: SimpleNamespace) -> None:
@@ -143,30 +153,22 @@ def test_the_failure_has_the_sentence_and_of_the_log_what_fits(example: SimpleNa
 
 
 def test_a_missing_channel_is_a_sentence_and_the_failure_of_the_job(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SM_ROOT", str(tmp_path))
     monkeypatch.setenv("SM_CHANNEL_TRAINING", str(tmp_path / "input" / "data" / "training"))
-    assert example.train.main(["--num_gpus=0", "--num_generations=8"]) == 2
-    assert "The channel training was given" in (tmp_path / "output" / "failure").read_text()
+    assert "The channel training was given" in fails()
 
 
 def test_checkpoints_that_cannot_be_written_are_refused_before_the_training(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").write_text("in the way, as a read-only folder is to whoever is not root")
-    monkeypatch.setenv("SM_ROOT", str(tmp_path))
-    assert example.train.main(["--num_gpus=0", "--num_generations=8"]) == 2
-    assert "Checkpoints cannot be written" in (tmp_path / "output" / "failure").read_text()
+    assert "Checkpoints cannot be written" in fails()
 
 
-def test_what_cannot_be_written_is_the_failure_of_the_job(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_the_failure_of_the_job(fails: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "job.json").mkdir(parents=True)
-    monkeypatch.setenv("SM_ROOT", str(tmp_path))
-    assert example.train.main(["--num_gpus=0", "--num_generations=8"]) == 1
-    assert "IsADirectoryError" in (tmp_path / "output" / "failure").read_text()
+    assert "IsADirectoryError" in fails(code=1)
 
 
 @pytest.mark.parametrize(
@@ -177,45 +179,35 @@ def test_what_cannot_be_written_is_the_failure_of_the_job(
     ],
 )
 def test_checkpoints_of_another_job_are_not_continued(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, sentence: str
+    example: SimpleNamespace, fails: Callable[..., str], tmp_path: Path, changed: str, sentence: str
 ) -> None:
-    monkeypatch.setenv("SM_ROOT", str(tmp_path))
     run, file = tmp_path / "checkpoints" / "run", tmp_path / "checkpoints" / "job.json"
     run.mkdir(parents=True)
     options = ["--num_gpus=2", "--num_generations=4"]
-    example.hyperparameters.check_same_job(example.hyperparameters.read(options, {}, tmp_path), file, begun=False)
+    read, check = example.hyperparameters.read, example.hyperparameters.check_same_job
+    check(read(options, {}, tmp_path), file, begun=False)
     (run / "run.json").touch()
-    more = example.hyperparameters.read([*options, "--max_steps=400"], {}, tmp_path)
-    example.hyperparameters.check_same_job(more, file, begun=True)
-    assert example.train.main([*options, changed]) == 2
-    assert sentence in (tmp_path / "output" / "failure").read_text()
+    check(read([*options, "--max_steps=400"], {}, tmp_path), file, begun=True)
+    assert sentence in fails(options=[*options, changed])
 
 
-def test_early_stopping_needs_questions_that_are_not_trained_on(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SM_ROOT", str(tmp_path))
+def test_early_stopping_needs_questions_that_are_not_trained_on(fails: Callable[..., str], tmp_path: Path) -> None:
     for channel in ("training", "index"):
         (tmp_path / "input" / "data" / channel).mkdir(parents=True)
     (tmp_path / "input" / "data" / "training" / "a.jsonl").write_text("{}")
-    assert example.train.main(["--num_gpus=0", "--num_generations=8", "--early_stopping_patience=2"]) == 2
-    assert "needs the channel evaluation" in (tmp_path / "output" / "failure").read_text()
+    options = ["--num_gpus=0", "--num_generations=8", "--early_stopping_patience=2"]
+    assert "needs the channel evaluation" in fails(options=options)
 
 
 def test_the_trainer_has_all_gpus_but_the_last(example: SimpleNamespace, tmp_path: Path) -> None:
-    command = example.train.command(example.hyperparameters.Hyperparameters(), tmp_path)
-    assert command[command.index("--worker-device-ids") + 1] == "7"
-    config = Path(command[command.index("--accelerate-config") + 1]).read_text()
-    assert "num_processes: 7\n" in config and "gpu_ids: 0,1,2,3,4,5,6\n" in config and "FSDP" in config
-    two = example.train.command(example.hyperparameters.Hyperparameters(num_gpus=2, num_generations=4), tmp_path)
+    kind = example.hyperparameters.Hyperparameters
+    for given, sharded in (({}, "FSDP"), ({"accelerate_config": "zero3"}, "zero_stage: 3")):
+        command = example.train.command(kind(**given), tmp_path)
+        assert command[command.index("--worker-device-ids") + 1] == "7"
+        config = Path(command[command.index("--accelerate-config") + 1]).read_text()
+        assert "num_processes: 7\n" in config and "gpu_ids: 0,1,2,3,4,5,6\n" in config and sharded in config
+    two = example.train.command(kind(num_gpus=2, num_generations=4), tmp_path)
     assert two[-4:] == ["--worker-device-ids", "1", "--master-device-id", "0"]
-
-
-def test_the_trainer_may_be_sharded_by_deepspeed(example: SimpleNamespace, tmp_path: Path) -> None:
-    values = example.hyperparameters.Hyperparameters(accelerate_config="zero3")
-    command = example.train.command(values, tmp_path)
-    config = Path(command[command.index("--accelerate-config") + 1]).read_text()
-    assert "num_processes: 7\n" in config and "gpu_ids: 0,1,2,3,4,5,6\n" in config and "zero_stage: 3" in config
     assert (EXAMPLE / "zero3.yaml").read_text() == (EXAMPLE.parent / "accelerate" / "zero3.yaml").read_text()
 
 
@@ -225,17 +217,16 @@ def test_the_trainer_may_be_sharded_by_deepspeed(example: SimpleNamespace, tmp_p
 def test_a_job_that_reports_to_a_tracker_gets_its_key_and_nobody_else_reads_it(
     example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*LAUNCH, "--hyperparameter", "report_to=wandb"]
+    options, launch = [*LAUNCH, "--hyperparameter", "report_to=wandb"], example.launch
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert example.launch.main([*options, "--dry-run"]) == 2
+    assert launch.main([*options, "--dry-run"]) == 2
     assert "report_to=wandb needs WANDB_API_KEY" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    request = example.launch.build_request(example.launch.arguments(options))
-    example.launch.check(example.launch.arguments(options), request)
-    assert request["Environment"]["WANDB_API_KEY"] == "0123456789abcdef"
-    assert "0123456789abcdef" not in example.launch.shown(request)
-    without = example.launch.build_request(example.launch.arguments(LAUNCH))
+    request = launch.build_request(launch.arguments(options))
+    launch.check(launch.arguments(options), request)
+    assert request["Environment"]["WANDB_API_KEY"] == "0123456789abcdef" not in launch.shown(request)
+    without = launch.build_request(launch.arguments(LAUNCH))
     assert without["Environment"] == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
@@ -256,13 +247,10 @@ def test_an_endpoint_serves_the_model_of_a_job(example: SimpleNamespace) -> None
 
 def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) -> None:
     """Whether the service takes it is tested where botocore is: `make test-sagemaker`."""
-    request = example.launch.build_request(
-        example.launch.arguments([*LAUNCH, "--spot", "--hyperparameter", "num_generations=7"])
-    )
-    assert request["CheckpointConfig"] == {
-        "S3Uri": "s3://mine/jobs/checkpoints/a-job",
-        "LocalPath": "/opt/ml/checkpoints",
-    }
+    options = [*LAUNCH, "--spot", "--hyperparameter", "num_generations=7"]
+    request = example.launch.build_request(example.launch.arguments(options))
+    where = {"S3Uri": "s3://mine/jobs/checkpoints/a-job", "LocalPath": "/opt/ml/checkpoints"}
+    assert request["CheckpointConfig"] == where
     assert request["StoppingCondition"]["MaxWaitTimeInSeconds"] >= request["StoppingCondition"]["MaxRuntimeInSeconds"]
     assert request["HyperParameters"]["num_generations"] == "7"
     assert len(request["AlgorithmSpecification"]["MetricDefinitions"]) <= 40
@@ -298,15 +286,13 @@ def test_an_instance_whose_gpus_are_not_known(example: SimpleNamespace, capsys: 
 
 def test_the_sdk_signs_in_where_region_says(example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    for name in ("sagemaker", "sagemaker.core", "sagemaker.core.training", "sagemaker.core.training.configs"):
-        monkeypatch.setitem(sys.modules, name, MagicMock())
-    monkeypatch.setitem(sys.modules, "sagemaker.train", MagicMock())
+    for name in ("", ".core", ".core.training", ".core.training.configs", ".train"):
+        monkeypatch.setitem(sys.modules, f"sagemaker{name}", MagicMock())
     module = importlib.import_module("launch_sdk3")
     del sys.modules["launch_sdk3"]  # it has no SDK
     regions: list[str] = []
-    monkeypatch.setattr(
-        module, "ModelTrainer", lambda **_: regions.append(os.environ["AWS_DEFAULT_REGION"]) or MagicMock()
-    )
+    trainer = lambda **_: regions.append(os.environ["AWS_DEFAULT_REGION"]) or MagicMock()  # noqa: E731
+    monkeypatch.setattr(module, "ModelTrainer", trainer)
     assert module.main([*LAUNCH, "--region", "eu-west-1", "--dry-run"]) == 0
     assert regions == ["eu-west-1"]
 
@@ -323,10 +309,7 @@ def test_the_metrics_of_an_evaluation_are_those_of_its_line_in_the_log(example: 
     result = Evaluated(figures=figures, failed={}, knows_success=True, **about)
     line = f"12:00:00 evaluation of version 20: {result.in_words()}"
     found = {name: re.search(regex, line) for name, regex in example.metrics.METRICS.items() if name[:5] == "eval:"}
-    assert {name: match and match[1] for name, match in found.items()} == {
-        "eval:success_rate": "0.250",
-        "eval:reward": "-0.125",
-    }
+    assert {name: match[1] for name, match in found.items()} == {"eval:success_rate": "0.250", "eval:reward": "-0.125"}
 
 
 def test_the_image_has_what_the_project_pins_and_asks_for_nothing_that_is_not_there() -> None:
@@ -335,9 +318,9 @@ def test_the_image_has_what_the_project_pins_and_asks_for_nothing_that_is_not_th
     root = EXAMPLE.parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = re.search(r"/opt/async-grpo\[([a-z0-9,]+)\]", text)
-    assert extras is not None and set(extras[1].split(",")) <= set(project["optional-dependencies"])
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
     torch = re.search(r"^FROM pytorch/pytorch:([0-9.]+)-", text, re.MULTILINE)
-    assert torch is not None and f"torch=={torch[1]}\n" in (root / "src/async_grpo/constraints.txt").read_text()
+    assert f"torch=={torch[1]}\n" in (root / "src/async_grpo/constraints.txt").read_text()
     for path in re.findall(r"/opt/async-grpo/([\w./-]+)", text):
         assert (root / path).exists(), path
     assert json.loads(text[text.index("ENTRYPOINT") + len("ENTRYPOINT") :]) == ["python", "train.py"]
@@ -350,8 +333,7 @@ def test_the_model_of_the_best_evaluation_is_kept(example: SimpleNamespace, tmp_
     for step in (8, 10, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "config.json").write_text(str(step))
-    for best, kept in ((10, "10"), (2, "12"), (None, "12")):
-        found = None if best is None else Best(best, 0.5, 1)
+    for found, kept in ((Best(10, 0.5, 1), "10"), (Best(2, 0.5, 1), "12"), (None, "12")):
         example.train._export(tmp_path, tmp_path / "model", {}, best=found)
         assert (tmp_path / "model" / "config.json").read_text() == kept
 
@@ -374,13 +356,10 @@ def test_a_job_that_is_interrupted_is_continued_by_the_next(example: SimpleNames
     pytest.importorskip("bm25s", reason="the extra `search` is not installed")
     root, log = tmp_path / "ml", tmp_path / "log.txt"
     model_in(root / "input" / "data" / "model")
-    job = start(root, log)
-    try:
+    with started(root, log) as job:
         until_found(lambda: list(root.glob("checkpoints/trainer/checkpoint-*")), job, log)
         job.send_signal(signal.SIGTERM)
         job.wait(DEADLINE_S)
-    finally:
-        job.kill()
     first = log.read_text()
     assert not (root / "output" / "failure").exists(), first
     assert not (root / "model").exists()
@@ -389,16 +368,13 @@ def test_a_job_that_is_interrupted_is_continued_by_the_next(example: SimpleNames
     shutil.copytree(root / "input", again / "input")
     root.rename(root.with_name("gone"))
     again.rename(root)
-    job = start(root, log)
-    try:
-        assert job.wait(DEADLINE_S) == 0, log.read_text()
-    finally:
-        job.kill()
+    ends_well(root, log)
     second = log.read_text()
     steps = [int(step) for step in re.findall(example.metrics.METRICS["train:step"], second, re.MULTILINE)]
     assert steps and steps[0] > 1 and steps[-1] == 40
-    for name, regex in example.metrics.METRICS.items():
-        found = re.findall(regex, first + second, re.MULTILINE)
-        assert found, f"{name} is not in the log:\n{second}"
+    missing = [
+        name for name, one in example.metrics.METRICS.items() if not re.search(one, first + second, re.MULTILINE)
+    ]
+    assert not missing, second
     assert (root / "model" / "model.safetensors").is_file() and (root / "model" / "tokenizer.json").is_file()
     assert list(root.glob("model/*optimizer*")) == []

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sagemaker_job import DEADLINE_S, EXAMPLE, model_in, start, until_found
+from sagemaker_job import DEADLINE_S, EXAMPLE, ends_well, model_in, started, until_found
 
 _CAN_MOUNT = shutil.which("nsenter") is not None and (
     subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
@@ -32,7 +32,7 @@ def mounted(mount: str) -> Iterator[tuple[list[str], Path]]:
         ["unshare", "-Urm", "sh", "-c", f"{mount} && echo ready && exec sleep {2 * DEADLINE_S}"], stdout=subprocess.PIPE
     )
     try:
-        assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"
+        assert holder.stdout.readline() == b"ready\n"
         enter = ["nsenter", "-t", str(holder.pid), "-U", "--preserve-credentials", "-m"]
         yield enter, Path("/proc", str(holder.pid), "root")
     finally:
@@ -46,8 +46,7 @@ def test_a_read_only_folder_for_checkpoints_is_the_failure_of_the_job(tmp_path: 
     folder = root / "checkpoints"
     folder.mkdir(parents=True)
     read_only = f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}"
-    with mounted(read_only) as (enter, _):
-        job = start(root, tmp_path / "log.txt", enter=enter)
+    with mounted(read_only) as (enter, _), started(root, tmp_path / "log.txt", enter=enter) as job:
         assert job.wait(DEADLINE_S) == 2
     reason = (root / "output" / "failure").read_text()
     assert "Checkpoints cannot be written" in reason and "Read-only file system" in reason
@@ -71,21 +70,14 @@ def test_a_disk_that_is_full_at_sigterm_costs_the_steps_since_the_last_checkpoin
     folder.mkdir()
     with mounted(f"mount -t tmpfs -o size=64m tmpfs {folder}") as (enter, seen):
         checkpoints = seen / folder.relative_to("/")
-        job = start(root, log, enter=enter, save_steps="8", eval_every="0")
-        try:
+        with started(root, log, enter=enter, save_steps="8", eval_every="0") as job:
             until_found(lambda: list(checkpoints.glob("trainer/checkpoint-8/trainer_state.json")), job, log)
             fill(checkpoints)
             job.send_signal(signal.SIGTERM)
             assert job.wait(DEADLINE_S) != 0, log.read_text()
-        finally:
-            job.kill()
         assert "No space left" in (root / "output" / "failure").read_text(), log.read_text()
         (checkpoints / "filler").unlink()
-        job = start(root, log, enter=enter, save_steps="8", eval_every="0")
-        try:
-            assert job.wait(DEADLINE_S) == 0, log.read_text()
-        finally:
-            job.kill()
+        ends_well(root, log, enter=enter, save_steps="8", eval_every="0")
     steps = [int(step) for step in re.findall(r"^[0-9:]+ step ([0-9]+)/", log.read_text(), re.MULTILINE)]
     assert steps and steps[0] == 9 and steps[-1] == 40
     assert (root / "model" / "model.safetensors").is_file()
@@ -98,11 +90,7 @@ def test_a_job_whose_evaluations_do_not_improve_stops_early(tmp_path: Path) -> N
     model_in(root / "input" / "data" / "model")
     more = {"learning_rate": "0", "eval_every": "2", "early_stopping_patience": "2", "max_steps": "1000"}
     for again in ("", " again"):
-        job = start(root, log, **more)
-        try:
-            assert job.wait(DEADLINE_S) == 0, log.read_text()
-        finally:
-            job.kill()
+        ends_well(root, log, **more)
         said = log.read_text()
         assert "stopped early: 2 evaluations in a row have not improved the mean reward by more than 0" in said, again
     assert "/1000 ETA" not in said, "the job that is started again only writes the model"

@@ -3,10 +3,12 @@
 import json
 
 import pytest
-from recipe_files import load_recipe
 from tiny_gsm8k_model import make_tiny_qwen3
 from transformers import AutoTokenizer
 
+from kit.scripts import ROOT, module_at
+
+RECIPE = ROOT / "src" / "app" / "trainer_setup_dataset.py"
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
@@ -47,7 +49,7 @@ def test_the_trainer_of_each_dataset(name, surroundings, monkeypatch):
     write_rows(surroundings, *[ROWS[name]] * 40)
     monkeypatch.setenv("DATASET", name)
     monkeypatch.setenv("EVAL_ROWS", "7")
-    trainer = load_recipe("trainer_setup_dataset.py").get_trainer()
+    trainer = module_at(RECIPE).get_trainer()
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (40, 7)
     assert trainer.eval_dataset[0]["task"] == name
     assert trainer.reward_funcs[0].__name__ == name
@@ -61,7 +63,7 @@ def test_the_trainer_of_each_dataset(name, surroundings, monkeypatch):
 def test_programs_whose_tests_could_be_cheated_are_left_out(surroundings, monkeypatch, capsys):
     write_rows(surroundings, ROWS["mbpp"], HACKABLE)
     monkeypatch.setenv("DATASET", "mbpp")
-    recipe = load_recipe("trainer_setup_dataset.py")
+    recipe = module_at(RECIPE)
     assert len(recipe.load(*recipe.chosen_task(), "test")) == 1
     assert "mbpp, test: 1 of 2 rows can be used" in capsys.readouterr().out
     write_rows(surroundings, HACKABLE)
@@ -72,4 +74,4 @@ def test_programs_whose_tests_could_be_cheated_are_left_out(surroundings, monkey
 def test_an_unknown_dataset_is_a_sentence(surroundings, monkeypatch):
     monkeypatch.setenv("DATASET", "gsm9k")
     with pytest.raises(ValueError, match="Choose one of gsm8k, math, mbpp"):
-        load_recipe("trainer_setup_dataset.py").get_trainer()
+        module_at(RECIPE).get_trainer()

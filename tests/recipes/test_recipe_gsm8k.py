@@ -4,17 +4,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from recipe_files import load_recipe
 from tiny_gsm8k_model import gsm8k_folder, make_tiny_qwen3
 
-from async_grpo import rewards
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.evals.eval_ledger import Judge, evaluated
+from kit.scripts import ROOT, module_at
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    return load_recipe("trainer_setup_gsmk.py")
+    return module_at(ROOT / "src" / "app" / "trainer_setup_gsmk.py")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +25,10 @@ def tiny_model(tmp_path_factory):
 def surroundings(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL_PATH", str(tiny_model))
     monkeypatch.setenv("GSM8K_PATH", str(gsm8k_folder(tmp_path)))
+
+
+REWARDS = ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers")
+RIGHT = "<end_working_out><SOLUTION>18</SOLUTION>"
 
 
 def completion(text):
@@ -40,81 +43,53 @@ def answered(solution):
 
 
 @pytest.mark.parametrize(
-    ("text", "points"),
+    ("text", "exactly", "approximately"),
     [
-        ("work<end_working_out><SOLUTION>18</SOLUTION>", 3.0),
-        ("two\nlines<end_working_out>\n <SOLUTION>18</SOLUTION>", 3.0),
-        ("work<end_working_out><SOLUTION>18</SOLUTION> \n", 3.0),
-        ("work<end_working_out><SOLUTION>18</SOLUTION>\n<|endoftext|>", 3.0),
-        ("work<end_working_out><SOLUTION>18</SOLUTION> and more", 0.0),
-        ("work<end_working_out><SOLUTION>18</SOLUTION>\nanother line", 0.0),
-        ("work<end_working_out><SOLUTION></SOLUTION>", 0.0),
-        ("work<SOLUTION>18</SOLUTION>", 0.0),
-        ("work<SOLUTION>18</SOLUTION><end_working_out>", 0.0),
-        ("work<end_working_out>18", 0.0),
-        ("", 0.0),
+        (f"work{RIGHT}", 3.0, 1.5),
+        ("two\nlines<end_working_out>\n <SOLUTION>18</SOLUTION>", 3.0, 1.5),
+        (f"work{RIGHT} \n", 3.0, 1.5),
+        (f"work{RIGHT}\n<|endoftext|>", 3.0, 1.5),
+        ("<start_working_out>work<end_working_out><SOLUTION>18</SOLUTION>", 3.0, 1.5),  # the first tag is not counted
+        (f"work{RIGHT} and more", 0.0, 1.5),
+        (f"work{RIGHT}\nanother line", 0.0, 1.5),
+        ("work<end_working_out><SOLUTION></SOLUTION>", 0.0, 1.5),
+        ("work<SOLUTION>18</SOLUTION><end_working_out>", 0.0, 1.5),
+        ("work<SOLUTION>18</SOLUTION>", 0.0, 0.0),
+        ("work<end_working_out><SOLUTION>18", 0.0, 0.0),
+        ("work<end_working_out><end_working_out><SOLUTION>18</SOLUTION>", 3.0, 0.0),
+        ("work<end_working_out>18", 0.0, -1.5),
+        ("", 0.0, -3.0),
     ],
 )
-def test_match_format_exactly(recipe, text, points):
-    assert recipe.match_format_exactly(completions=[completion(text)]) == [points]
+def test_points_for_the_form(recipe, text, exactly, approximately):
+    functions = (recipe.match_format_exactly, recipe.match_format_approximately)
+    assert [function(completions=[completion(text)]) for function in functions] == [[exactly], [approximately]]
 
 
 @pytest.mark.parametrize(
-    ("text", "points"),
+    ("gold", "points", "solutions"),
     [
-        ("work<end_working_out><SOLUTION>18</SOLUTION>", 1.5),
-        (
-            "<start_working_out>work<end_working_out><SOLUTION>18</SOLUTION>",
-            1.5,
-        ),  # the first tag is not counted
-        ("work<end_working_out><SOLUTION>18", 0.0),
-        ("work<end_working_out>", -1.5),
-        ("work<end_working_out><end_working_out><SOLUTION>18</SOLUTION>", 0.0),
-        ("nothing", -3.0),
+        ("18", 5.0, ["18", "18.0", "18.00"]),  # a number is the same number however it is written
+        ("1,000", 5.0, ["1000"]),
+        ("1000", 5.0, ["1,000"]),
+        ("18", 3.5, [" 18 ", "\n18"]),
+        ("1000", 3.5, [" 1,000"]),
+        ("18", 2.0, ["19"]),
+        ("10", 2.0, ["9", "11"]),
+        ("1,000", 2.0, ["1,100"]),
+        ("18", 1.5, ["21"]),
+        ("10", 1.5, ["8", "12"]),
+        ("18", -2.5, ["36", "-18"]),
+        ("18", -4.5, ["eighteen", "x = 18"]),
+        ("0", 5.0, ["0", "0.0"]),  # nothing is near 0, but 0 is right
+        ("0", -2.5, ["5"]),
+        ("0", -4.5, ["zero"]),
+        ("18", -4.5, ["nan", "inf", "1_8", ",", "."]),  # what Python takes for numbers and people do not
     ],
 )
-def test_match_format_approximately(recipe, text, points):
-    assert recipe.match_format_approximately(completions=[completion(text)]) == [points]
-
-
-@pytest.mark.parametrize(
-    ("solution", "gold", "points"),
-    [
-        ("18", "18", 5.0),
-        (" 18 ", "18", 3.5),
-        ("\n18", "18", 3.5),
-        ("19", "18", 2.0),
-        ("9", "10", 2.0),
-        ("11", "10", 2.0),
-        ("21", "18", 1.5),
-        ("8", "10", 1.5),
-        ("12", "10", 1.5),
-        ("36", "18", -2.5),
-        ("-18", "18", -2.5),
-        ("eighteen", "18", -4.5),
-        ("x = 18", "18", -4.5),
-        # a number is the same number however it is written
-        ("1000", "1,000", 5.0),
-        ("1,000", "1000", 5.0),
-        (" 1,000", "1000", 3.5),
-        ("18.0", "18", 5.0),
-        ("18.00", "18", 5.0),
-        ("1,100", "1,000", 2.0),
-        # nothing is near 0, but 0 is right
-        ("0", "0", 5.0),
-        ("0.0", "0", 5.0),
-        ("5", "0", -2.5),
-        ("zero", "0", -4.5),
-        # what Python takes for numbers and people do not
-        ("nan", "18", -4.5),
-        ("inf", "18", -4.5),
-        ("1_8", "18", -4.5),
-        (",", "18", -4.5),
-        (".", "18", -4.5),
-    ],
-)
-def test_check_answer(recipe, solution, gold, points):
-    assert recipe.check_answer(completions=[answered(solution)], answer=[gold]) == [points]
+def test_check_answer(recipe, gold, points, solutions):
+    found = recipe.check_answer(completions=list(map(answered, solutions)), answer=[gold] * len(solutions))
+    assert dict(zip(solutions, found)) == dict.fromkeys(solutions, points)
 
 
 def test_check_answer_needs_the_format(recipe):
@@ -122,35 +97,28 @@ def test_check_answer_needs_the_format(recipe):
 
 
 @pytest.mark.parametrize(
-    ("text", "gold", "points"),
+    ("gold", "points", "texts"),
     [
-        ("<SOLUTION>18</SOLUTION>", "18", 3.5),
-        ("<SOLUTION>It is $18 a day", "18", 3.5),
-        ("<SOLUTION>18.0</SOLUTION>", "18", 3.5),
-        ("<SOLUTION>18.", "18", 3.5),
-        ("<SOLUTION>1,000</SOLUTION>", "1000", 3.5),
-        ("<SOLUTION>1000</SOLUTION>", "1,000", 3.5),
-        ("<SOLUTION>-5</SOLUTION>", "-5", 3.5),
-        ("<SOLUTION>0</SOLUTION>", "0", 3.5),
-        ("<SOLUTION>well, 18</SOLUTION>", "18", 3.5),  # the comma alone is no number
-        ("<SOLUTION>... 18</SOLUTION>", "18", 3.5),
-        ("<SOLUTION>19</SOLUTION>", "18", -1.5),
-        ("<SOLUTION>-18</SOLUTION>", "18", -1.5),
-        ("<SOLUTION>,</SOLUTION>", "18", -2.5),
-        ("<SOLUTION>.</SOLUTION>", "18", -2.5),
-        ("<SOLUTION>none</SOLUTION>", "18", -2.5),
-        ("18", "18", -2.5),
-        ("<SOLUTION>18</SOLUTION>", "eighteen", 0.0),
+        ("18", 3.5, ["<SOLUTION>18</SOLUTION>", "<SOLUTION>It is $18 a day", "<SOLUTION>18.0</SOLUTION>"]),
+        ("18", 3.5, ["<SOLUTION>18.", "<SOLUTION>... 18</SOLUTION>"]),
+        ("18", 3.5, ["<SOLUTION>well, 18</SOLUTION>"]),  # the comma alone is no number
+        ("1000", 3.5, ["<SOLUTION>1,000</SOLUTION>"]),
+        ("1,000", 3.5, ["<SOLUTION>1000</SOLUTION>"]),
+        ("-5", 3.5, ["<SOLUTION>-5</SOLUTION>"]),
+        ("0", 3.5, ["<SOLUTION>0</SOLUTION>"]),
+        ("18", -1.5, ["<SOLUTION>19</SOLUTION>", "<SOLUTION>-18</SOLUTION>"]),
+        ("18", -2.5, ["<SOLUTION>,</SOLUTION>", "<SOLUTION>.</SOLUTION>", "<SOLUTION>none</SOLUTION>", "18"]),
+        ("eighteen", 0.0, ["<SOLUTION>18</SOLUTION>"]),
     ],
 )
-def test_check_numbers(recipe, text, gold, points):
-    assert recipe.check_numbers(completions=[completion(text)], answer=[gold]) == [points]
+def test_check_numbers(recipe, gold, points, texts):
+    found = recipe.check_numbers(completions=list(map(completion, texts)), answer=[gold] * len(texts))
+    assert dict(zip(texts, found)) == dict.fromkeys(texts, points)
 
 
 def test_an_evaluation_counts_right_answers_and_not_points_for_the_form(recipe):
     """The points of a wrong answer in the right form are more than 1."""
-    functions = [recipe.match_format_exactly, recipe.match_format_approximately]
-    functions += [recipe.check_answer, recipe.check_numbers]
+    functions = [getattr(recipe, name) for name in REWARDS]
     judge = Judge.of(functions, AdvantageRule())
     completions = [answered(solution) for solution in ("18", "19", "18")]
     columns = [function(completions=completions, answer=["18"] * 3) for function in functions]
@@ -165,29 +133,14 @@ def test_an_evaluation_counts_right_answers_and_not_points_for_the_form(recipe):
     assert answers.rewards[1] >= 1
     assert answers.successes == [True, False, True]
     about = {"run_id": "", "step": 0, "seconds": 0.0, "replicates": 3, "sampling": {}, "first_seq": 0}
-    assert (
-        evaluated({0: answers}, {}, ks=(1,), has_threshold=bool(judge.thresholds), **about).headline == "success_rate"
-    )
+    result = evaluated({0: answers}, {}, ks=(1,), has_threshold=bool(judge.thresholds), **about)
+    assert result.headline == "success_rate"
 
 
-@pytest.mark.parametrize("reward", [rewards.gsm8k, rewards.math, rewards.mbpp])
-def test_each_reward_for_a_dataset_says_from_where_on_an_answer_is_right(reward):
-    assert Judge.of([reward], AdvantageRule()).thresholds == {0: 0.6}
-
-
-def test_points_range_from_nothing_right_to_all_right(recipe):
-    def total(text):
-        given = {"completions": [completion(text)], "answer": ["18"], "prompts": [[]]}
-        functions = (
-            recipe.match_format_exactly,
-            recipe.match_format_approximately,
-            recipe.check_answer,
-            recipe.check_numbers,
-        )
-        return sum(function(**given)[0] for function in functions)
-
-    assert total("nonsense") == -7.5
-    assert total("work<end_working_out><SOLUTION>18</SOLUTION>") == 13.0
+@pytest.mark.parametrize(("text", "points"), [("nonsense", -7.5), (f"work{RIGHT}", 13.0)])
+def test_points_range_from_nothing_right_to_all_right(recipe, text, points):
+    given = {"completions": [completion(text)], "answer": ["18"], "prompts": [[]]}
+    assert sum(getattr(recipe, name)(**given)[0] for name in REWARDS) == points
 
 
 # --- The data -------------------------------------------------------------------------------------
@@ -218,20 +171,13 @@ def test_a_missing_file_is_named(recipe, tmp_path, monkeypatch, missing):
 # --- The model ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "no/such/model", "~/model"])
-def test_a_missing_model_directory_is_one_sentence(recipe, surroundings, monkeypatch, name):
+@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "no/such/model", "~/model", "."])
+def test_a_missing_model_is_one_sentence(recipe, surroundings, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_PATH", name)
-    with pytest.raises(FileNotFoundError, match="no such directory") as caught:
+    with pytest.raises(FileNotFoundError, match="no config" if name == "." else "no such directory") as caught:
         recipe.get_trainer()
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_directory_without_a_model_is_one_sentence(recipe, surroundings, monkeypatch, tmp_path):
-    monkeypatch.setenv("MODEL_PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"no config\.json") as caught:
-        recipe.get_trainer()
-    assert "\n" not in str(caught.value)
+    assert repr(name) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-1.7B-Base", "gpt2", "a_b/c.d-1"])
@@ -293,7 +239,7 @@ def test_two_steps_in_plain_trl(recipe, surroundings, tmp_path, monkeypatch):
 
     logged = [row for row in trainer.state.log_history if "reward" in row]
     assert len(logged) == 2
-    for name in ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"):
+    for name in REWARDS:
         assert all(math.isfinite(row[f"rewards/{name}/mean"]) for row in logged)
     assert logged[-1]["completions/mean_length"] < 60  # the tiny model ends its texts by itself
     assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").is_file()

@@ -1,13 +1,12 @@
 import pytest
 import torch
-from recipe_files import load_recipe
 
-RECIPE = "trainer_setup_tiny.py"
+from kit.scripts import ROOT, module_at
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    return load_recipe(RECIPE)
+    return module_at(ROOT / "src" / "app" / "trainer_setup_tiny.py")
 
 
 @pytest.fixture
@@ -39,23 +38,17 @@ def test_the_warm_start_sees_training_problems_only(recipe):
     seen = set(tokenizer.batch_decode(prompts))
     assert len(seen) == 2200
     assert not seen & unseen
-    assert prompts.shape == (2200, 6)
-    assert answers.shape == (2200, 4)
+    assert (prompts.shape, answers.shape) == ((2200, 6), (2200, 4))
 
 
 def test_rows_are_in_fixed_width(recipe):
-    assert recipe.as_dataset([(7, 41), (49, 49)])[:] == {
-        "prompt": ["07+41=", "49+49="],
-        "answer": ["048", "098"],
-    }
+    assert recipe.as_dataset([(7, 41), (49, 49)])[:] == {"prompt": ["07+41=", "49+49="], "answer": ["048", "098"]}
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [("048", 1.0), ("48", 0.0), ("0480", 0.0), ("048=", 0.0), (" 048", 0.0), ("", 0.0)],
-)
-def test_only_the_exact_digits_are_rewarded(recipe, completion, reward):
-    assert recipe.accuracy(completions=[completion], answer=["048"], prompts=["07+41="]) == [reward]
+def test_only_the_exact_digits_are_rewarded(recipe):
+    wrong = ["48", "0480", "048=", " 048", ""]
+    given = {"completions": ["048", *wrong], "answer": ["048"] * 6, "prompts": ["07+41="] * 6}
+    assert recipe.accuracy(**given) == [1.0] + [0.0] * 5
 
 
 def test_tokenizer_gives_text_back(recipe):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from kit.archived_run import RUN, three_steps
+from kit.scripts import module_at
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "trackers" / "send_board.py"
 
@@ -32,11 +32,7 @@ def test_a_tracker_gets_curves_workers_samples_and_settings(
     )
     client.init = lambda **given: begun.update(given)
     monkeypatch.setitem(sys.modules, name, client)
-    spec = importlib.util.spec_from_file_location("send_board", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main([name, str(run.root), "--project", "sums", "--samples-every", "3"])
+    module_at(SCRIPT).main([name, str(run.root), "--project", "sums", "--samples-every", "3"])
     assert begun["project"] == "sums" and begun["name"] == f"worker-{RUN}" and begun["finished"]
     assert begun["config"]["learning_rate"] == 0.1
     assert [step for step, _ in logged] == [1, 2, 3, 3]

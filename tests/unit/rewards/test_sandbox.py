@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import pytest
 from isolated_sandbox import isolated
 
 from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run, run_code
+from kit.scripts import module_at
 from kit.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -298,12 +298,7 @@ def test_the_example_reward() -> None:
 
 
 def _example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sandboxed_reward", ROOT / "examples" / "sandboxed_reward.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "examples" / "sandboxed_reward.py")
 
 
 def _processes_in_sandboxes() -> list[psutil.Process]:
