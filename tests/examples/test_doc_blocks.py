@@ -102,7 +102,8 @@ def test_a_reader_types_all_of_it(tiny_model: str, tmp_path: Path) -> None:
     for block in RUN:
         if block.language != "python":
             for together, lines in groupby(map(shortened, block.commands), by_hand):
-                _type(list(lines), block, tmp_path, at_once=together)
+                for typed in [[*lines]] if together else [[line] for line in lines]:
+                    _type(typed, block, tmp_path)
 
 
 def write_yaml_of_trl(folder: Path, model: str) -> None:
@@ -118,14 +119,9 @@ def write_yaml_of_trl(folder: Path, model: str) -> None:
     (folder / "grpo.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
 
 
-def _type(lines: list[str], block: Block, folder: Path, *, at_once: bool) -> None:
-    started = []
-    for line in lines:
-        process = _started(line, folder)
-        started.append((line, process))
-        if not at_once:
-            _ends_well(line, process, block)
-    for line, process in started if at_once else []:
+def _type(lines: list[str], block: Block, folder: Path) -> None:
+    """At the same time."""
+    for line, process in [(line, _started(line, folder)) for line in lines]:
         _ends_well(line, process, block)
 
 
@@ -138,15 +134,8 @@ def _started(line: str, folder: Path) -> subprocess.Popen[str]:
     }
     program = re.sub(r"^async-grpo ", f"{sys.executable} -m async_grpo.cli ", line)
     program = re.sub(r"^python ", f"{sys.executable} ", program)
-    return subprocess.Popen(
-        shlex.split(program),
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(shlex.split(program), cwd=folder, env=env, text=True, **pipes)
 
 
 def _ends_well(line: str, process: subprocess.Popen[str], block: Block) -> None:

@@ -47,18 +47,9 @@ def test_a_dialogue_that_searches_earns_its_rewards(
 
     worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(reply, trainer.processing_class)))
     (group,) = worker.rollouts(jobs_of([row], group_size=8))
-    names = [name.rpartition("/")[2] for name in group.reward_names]
-    earned = dict(zip(names, group.rewards[0].tolist(), strict=True))
-    assert earned == pytest.approx(
-        {
-            "exact_match": 1.0,
-            "contained": 0.5,
-            "format_of_messages": 0.2,
-            "tags": 0.2,
-            "tool_execution": 0.2,
-            "answer_in_results": 0.5,
-        }
-    )
+    earned = {name.rpartition("/")[2]: one for name, one in zip(group.reward_names, group.rewards[0], strict=True)}
+    outcome = {"exact_match": 1.0, "contained": 0.5, "format_of_messages": 0.2, "tags": 0.2}
+    assert earned == pytest.approx({**outcome, "tool_execution": 0.2, "answer_in_results": 0.5})
     assert group.rewards[1:].sum() == 0
     assert group.rewards_of_turns()[0][0] == pytest.approx(0.7)
 
@@ -97,14 +88,7 @@ TRIVIAQA_ROW = {
     "question_id": "tc_1",
     "question_source": "http://www.triviacountry.com/",
     "entity_pages": {"doc_source": [], "filename": [], "title": [], "wiki_context": []},
-    "search_results": {
-        "description": [],
-        "filename": [],
-        "rank": [],
-        "title": [],
-        "url": [],
-        "search_context": [],
-    },
+    "search_results": {"description": [], "filename": [], "rank": [], "title": [], "url": [], "search_context": []},
     "answer": TRIVIAQA_ANSWER,
 }
 TRIVIAQA_CARD = """\

@@ -182,16 +182,8 @@ def rewarded(completion: list[dict[str, Any]], aliases: list[str] | None = None)
 
 
 def test_a_perfect_dialogue_earns_the_most() -> None:
-    assert rewarded(GOOD) == pytest.approx(
-        {
-            "tool_execution": 0.2,
-            "answer_in_results": 0.5,
-            "exact_match": 1.0,
-            "contained": 0.5,
-            "format_of_messages": 0.2,
-            "tags": 0.2,
-        }
-    )
+    outcome = {"exact_match": 1.0, "contained": 0.5, "format_of_messages": 0.2, "tags": 0.2}
+    assert rewarded(GOOD) == pytest.approx({**outcome, "tool_execution": 0.2, "answer_in_results": 0.5})
 
 
 @pytest.mark.parametrize("completion", [[], [said("")], [said("  ")], [result("Quim")]])

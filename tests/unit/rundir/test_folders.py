@@ -24,11 +24,8 @@ from async_grpo.telemetry.activity import Activity
 from kit.plans import planned
 
 CONFIG = Path("my_trainer.py")
-STARTS: list[Callable[[Path], object]] = [
-    lambda root: prepare(root, planned(CONFIG)),
-    preview,
-    prepare_root,
-]
+Start = Callable[[Path], object]
+STARTS: list[Start] = [lambda root: prepare(root, planned(CONFIG)), preview, prepare_root]
 
 
 def state_of(root: Path) -> list[tuple[str, int, int]]:
@@ -38,9 +35,7 @@ def state_of(root: Path) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
-def test_a_directory_that_others_can_write_to_is_refused_unchanged(
-    tmp_path: Path, start: Callable[[Path], object], mode: int
-) -> None:
+def test_a_directory_that_others_can_write_to_is_refused_unchanged(tmp_path: Path, start: Start, mode: int) -> None:
     root = tmp_path / "worker"
     root.mkdir()
     root.chmod(mode)
@@ -53,7 +48,7 @@ def test_a_directory_that_others_can_write_to_is_refused_unchanged(
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, start: Callable[[Path], object], code: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Start, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`preview` too: it is what a dry run approves."""
     opened = os.open
@@ -71,14 +66,14 @@ def test_a_folder_that_cannot_be_written_is_refused(
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", [os.fsdecode(b"w\xff"), "\ud800", "a\0b"])
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path, start: Callable[[Path], object], name: str) -> None:
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, start: Start, name: str) -> None:
     with pytest.raises(RunDirError, match=r"cannot be a run directory: it (is not UTF-8|has a null character in it)"):
         start(tmp_path / name)
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_folder_below_a_file_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
+def test_a_folder_below_a_file_is_refused(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="a part of this path is a file"):
         start(tmp_path / "file" / "worker")
@@ -86,7 +81,7 @@ def test_a_folder_below_a_file_is_refused(tmp_path: Path, start: Callable[[Path]
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("start", STARTS)
-def test_a_directory_of_another_user_is_refused_unchanged(tmp_path: Path, start: Callable[[Path], object]) -> None:
+def test_a_directory_of_another_user_is_refused_unchanged(tmp_path: Path, start: Start) -> None:
     root = tmp_path / "worker"
     root.mkdir(mode=0o755)
     os.chown(root, 65534, 65534)
@@ -98,7 +93,7 @@ def test_a_directory_of_another_user_is_refused_unchanged(tmp_path: Path, start:
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("target", ["there", "nowhere"])
-def test_a_link_in_its_place_is_refused(tmp_path: Path, start: Callable[[Path], object], target: str) -> None:
+def test_a_link_in_its_place_is_refused(tmp_path: Path, start: Start, target: str) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "worker").symlink_to(tmp_path / target)
     with pytest.raises(RunDirError, match="links are not followed"):
@@ -149,9 +144,7 @@ def _start_child(log: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_nothing_is_written_through_a_link_or_into_a_pipe(
-    tmp_path: Path, name: str, write: Callable[[Path], object], kind: str
-) -> None:
+def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path: Path, name: str, write: Start, kind: str) -> None:
     (tmp_path / "alive").mkdir(mode=0o700)
     victim, path = tmp_path / "victim", tmp_path / name
     victim.write_text("mine\n")
@@ -172,11 +165,7 @@ def test_nothing_is_made_or_emptied_in_a_folder_that_is_a_link(tmp_path: Path, f
     root, victim = tmp_path / "worker", tmp_path / "victim"
     prepare(root, planned(CONFIG))
     RunDir(root).update_state(state=FINISHED)
-    events = (
-        victim / "run" / "events.out.tfevents.1.async-grpo"
-        if folder == "board"
-        else victim / "events.out.tfevents.1.async-grpo"
-    )
+    events = victim / ("run" if folder == "board" else "") / "events.out.tfevents.1.async-grpo"
     events.parent.mkdir(parents=True)
     events.write_text("mine")
     (root / folder).parent.mkdir(mode=0o700, exist_ok=True)
@@ -199,7 +188,7 @@ def test_what_lies_in_the_place_of_the_lock_or_of_the_state_is_named(tmp_path: P
     victim.write_text("mine")
     (root / name).unlink(missing_ok=True)
     {"link": lambda path: path.symlink_to(victim), "pipe": os.mkfifo, "folder": Path.mkdir}[kind](root / name)
-    for start in (prepare, preview):
+    for start in STARTS[:2]:
         with pytest.raises(AsyncGRPOError, match=f"{root / name} cannot be used: it "):
-            start(root, **({"plan": planned()} if start is prepare else {}))
+            start(root)
     assert victim.read_text() == "mine"

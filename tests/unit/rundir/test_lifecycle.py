@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def live_server(root: Path) -> Iterator[int]:
     command = [sys.executable, "-c", HOLD_LOCK, str(root / "server.lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
-            assert child.stdout is not None and child.stdout.readline() == "held\n"
+            assert child.stdout.readline() == "held\n"
             yield child.pid
         finally:
             child.kill()
@@ -71,19 +72,14 @@ def live_server(root: Path) -> Iterator[int]:
 def test_a_fresh_directory(root: Path) -> None:
     state = prepare(root / "deep", planned(CONFIG, master_device="1", worker_devices=("1", "1", "2")))
     assert RunDir(root / "deep").read_state() == state
-    assert state.state == runs.RUNNING
-    assert state.plan.config == CONFIG.absolute()
+    assert (state.state, state.plan.config) == (runs.RUNNING, CONFIG.absolute())
     assert (state.plan.num_workers, state.plan.workers_sharing) == (3, 2)
     assert (root / "deep").stat().st_mode & 0o777 == 0o700, "prompts and completions are nobody else's business"
 
 
 @pytest.mark.parametrize(
     "ended",
-    [
-        {"state": runs.FINISHED, "step": 100},
-        {"state": runs.FAILED, "step": 0},
-        {"state": runs.STOPPED, "step": 0},
-    ],
+    [{"state": runs.FINISHED, "step": 100}, {"state": runs.FAILED, "step": 0}, {"state": runs.STOPPED, "step": 0}],
 )
 def test_a_run_that_is_over_is_moved_aside_and_nothing_of_it_is_lost(root: Path, ended: dict[str, Any]) -> None:
     old = old_run(root, **ended)
@@ -100,12 +96,10 @@ def test_runs_that_finish_in_the_same_second_get_different_names(root: Path) -> 
     for _ in range(4):
         prepare(root, planned(CONFIG))
         RunDir(root).update_state(state=runs.FINISHED)
-        run_json = RunDir(root).state_file
-        runs.os.utime(run_json, (1_700_000_000, 1_700_000_000))
+        os.utime(RunDir(root).state_file, (1_700_000_000, 1_700_000_000))
     prepare(root, planned(CONFIG))
-    names = sorted(path.name for path in root.parent.iterdir() if path != root)
-    stem = names[0]
-    assert names == [stem, f"{stem}-2", f"{stem}-3", f"{stem}-4"]
+    stem, *others = sorted(path.name for path in root.parent.iterdir() if path != root)
+    assert others == [f"{stem}-2", f"{stem}-3", f"{stem}-4"]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +141,11 @@ def test_a_folder_in_the_place_of_the_servers_status_is_left_to_the_server(root:
     assert prepare(root, planned(CONFIG, resume=True)).step == 7
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_there_is_nothing_to_resume(root: Path, exists: bool) -> None:
+@pytest.mark.parametrize(("exists", "why"), [(False, "does not exist"), (True, "holds no run")])
+def test_there_is_nothing_to_resume(root: Path, exists: bool, why: str) -> None:
     if exists:
         root.mkdir()
-    with pytest.raises(
-        RunDirError, match=r"Nothing to resume: .* (holds no run|does not exist)\. .* start without --resume"
-    ):
+    with pytest.raises(RunDirError, match=rf"Nothing to resume: .* {why}\. .* start without --resume"):
         prepare(root, planned(CONFIG, resume=True))
 
 
@@ -161,16 +153,10 @@ def test_overwriting_deletes_the_run_but_no_checkpoint_and_nothing_that_is_not_o
     old = old_run(root, state=runs.STOPPED, step=7)
     for name in ("notes.txt", "log_of_my_thesis.txt"):
         (root / name).write_text("mine")
-    new = prepare(root, planned(CONFIG, overwrite=True))
-    assert new.run_id != old.run_id
-    assert set(everything(root)) - {"server.lock"} == {
-        "run.json",
-        "log_of_my_thesis.txt",
-        "notes.txt",
-        "outputs/checkpoint-5/model.safetensors",
-    }
-    left = ["log_of_my_thesis.txt", "notes.txt", "outputs", "run.json", "server.lock"]
-    assert sorted(path.name for path in root.iterdir()) == left
+    assert prepare(root, planned(CONFIG, overwrite=True)).run_id != old.run_id
+    left = {"run.json", "log_of_my_thesis.txt", "notes.txt"}
+    assert set(everything(root)) - {"server.lock"} == left | {"outputs/checkpoint-5/model.safetensors"}
+    assert {path.name for path in root.iterdir()} == left | {"outputs", "server.lock"}
 
 
 def test_overwriting_does_not_follow_links_out_of_the_directory(root: Path, tmp_path: Path) -> None:
@@ -183,22 +169,19 @@ def test_overwriting_does_not_follow_links_out_of_the_directory(root: Path, tmp_
     assert everything(elsewhere) == {"precious": b"data"}
 
 
-def test_a_directory_that_is_no_run_directory_is_refused_even_with_overwrite(root: Path) -> None:
-    root.mkdir()
-    (root / "thesis.tex").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(RunDirError, match=r"is not a run directory: it holds 'thesis\.tex' and no run\.json"):
-            prepare(root, planned(CONFIG, overwrite=overwrite))
-    assert everything(root) == {"thesis.tex": b"years of work"}
-
-
-@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "log_of_my_thesis.txt", "tmp/draft", "queue/song"])
-def test_a_folder_of_a_user_whose_files_are_named_like_ours_is_refused_and_not_touched(root: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["thesis.tex", "summary.json", "metrics.jsonl", "log_of_my_thesis.txt", "tmp/draft", "queue/song"]
+)
+def test_a_folder_of_a_user_whose_files_may_be_named_like_ours_is_refused_and_not_touched(
+    root: Path, name: str
+) -> None:
     (root / name).parent.mkdir(parents=True)
     (root / name).write_text("mine")
     root.chmod(0o755)
     for how in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(RunDirError, match=r"is not a run directory: it holds .* and no run\.json"):
+        with pytest.raises(
+            RunDirError, match=rf"is not a run directory: it holds '{name.split('/')[0]}' and no run\.json"
+        ):
             prepare(root, planned(CONFIG, **how))
     assert everything(root) == {name: b"mine"}
     assert root.stat().st_mode & 0o777 == 0o755
@@ -214,26 +197,21 @@ def test_what_a_killed_start_leaves_is_no_obstacle(root: Path) -> None:
 def test_an_overwriting_that_is_killed_leaves_a_run_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old_run(root, state=runs.STOPPED, step=7)
     deleted: list[Path] = []
-    monkeypatch.setattr(lifecycle.shutil, "rmtree", lambda path: deleted.append(path) or _killed(deleted))
-    with pytest.raises(KeyboardInterrupt):
+
+    def rmtree(path: Path) -> None:
+        deleted.append(path)
+        if len(deleted) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lifecycle.shutil, "rmtree", rmtree)
         prepare(root, planned(CONFIG, overwrite=True))
     assert (root / "run.json").exists()
-    monkeypatch.undo()
     assert prepare(root, planned(CONFIG, overwrite=True)).step == 0
 
 
-def _killed(deleted: list[Path]) -> None:
-    if len(deleted) == 3:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_root_that_is_no_plain_directory(root: Path, tmp_path: Path, kind: str) -> None:
-    if kind == "file":
-        root.touch()
-    else:
-        (tmp_path / "target").mkdir()
-        root.symlink_to(tmp_path / "target")
+def test_a_file_in_its_place_is_refused(root: Path) -> None:
+    root.touch()
     with pytest.raises(RunDirError, match="is not a directory"):
         prepare(root, planned(CONFIG))
 
@@ -263,10 +241,7 @@ def test_a_state_of_another_version(root: Path, content: object) -> None:
     root.mkdir()
     (root / "run.json").write_text(json.dumps(content))
     for how in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(
-            RunDirError,
-            match=r"run\.json .*(another version|not an object).* another run directory",
-        ):
+        with pytest.raises(RunDirError, match=r"run\.json .*(another version|not an object).* another run directory"):
             prepare(root, planned(CONFIG, **how))
     assert json.loads((root / "run.json").read_text()) == content
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,11 @@ from kit.plans import planned
 
 
 def test_the_server_ends_with_the_sentence_of_the_first_worker_that_refuses(tmp_path: Path) -> None:
-    server = ServerQueue.open(tmp_path, "run", watch_workers=False)
-    try:
+    with closing(ServerQueue.open(tmp_path, "run", watch_workers=False)) as server:
         assert server.finished() == []
         refusal.write_refusal(tmp_path, "dev2", RunRefused("rollout_func returned no log-probabilities."))
         with pytest.raises(RunRefused, match=r"^rollout_func returned no log-probabilities\.$"):
             server.finished()
-    finally:
-        server.close()
 
 
 def test_a_resume_asks_the_workers_again(tmp_path: Path) -> None:

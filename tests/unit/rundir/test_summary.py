@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,44 +50,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return RunDir(Path("worker"))
 
 
-def shown(run: RunDir, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
-    figures = {name: value for name, value in {**FIGURES, **changes}.items() if value is not None}
-    write_json(run.summary, figures)
-    summary.show(run)
-    return capsys.readouterr().out
+Show = Callable[..., str]
 
 
-def test_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(run, capsys)
-    for part in (
-        "run abc finished",
-        "100 in 61 s",
-        "0.250 → 0.960",
-        "0.300 → 0.970",
-        "12800, 212.3 a second",
-        "mean 1.23, max 3",
-        "25% of the time",
-        "88% of the time",
-        "out/checkpoints",
-        "worker/tensorboard",
-        "next: async-grpo board worker --serve\n",
-    ):
-        assert part in text
+@pytest.fixture
+def shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> Show:
+    """The table of a finished run with these changes; `None`: a figure that it does not have."""
+
+    def show(**changes: Any) -> str:
+        figures = {name: value for name, value in {**FIGURES, **changes}.items() if value is not None}
+        write_json(run.summary, figures)
+        summary.show(run)
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_a_finished_run(shown: Show) -> None:
+    text = shown()
+    parts = ["run abc finished", "100 in 61 s", "0.250 → 0.960", "0.300 → 0.970", "12800, 212.3 a second"]
+    parts += ["mean 1.23, max 3", "25% of the time", "88% of the time", "out/checkpoints", "worker/tensorboard"]
+    assert [part for part in [*parts, "next: async-grpo board worker --serve\n"] if part not in text] == []
     assert all(words not in text for words in ("set aside", "dropped", "undecided"))
 
 
-def test_the_warning_of_a_run_whose_policy_ran_away_is_repeated(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "runs away" not in shown(run, capsys)
+def test_the_warning_of_a_run_whose_policy_ran_away_is_repeated(run: RunDir, shown: Show) -> None:
+    assert "runs away" not in shown()
     run.update_state(tips="The policy runs away from its rollouts at step 41: …")
-    assert "The policy runs away from its rollouts at step 41: …\nnext: " in shown(run, capsys)
+    assert "The policy runs away from its rollouts at step 41: …\nnext: " in shown()
 
 
-def test_a_resumed_run_has_its_totals_apart_from_what_was_done_since(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = shown(run, capsys, rollouts=5120, resumed_from=60, rollouts_before=7680)
+def test_a_resumed_run_has_its_totals_apart_from_what_was_done_since(shown: Show) -> None:
+    text = shown(rollouts=5120, resumed_from=60, rollouts_before=7680)
     totals, since, folders = re.split("├.*┤", text)
     assert re.search(r"steps +│ 100 ", totals) and re.search(r"rollouts +│ 12800 ", totals)
     assert "0.250 → 0.960" in totals and "staleness" not in totals and " s " not in totals
@@ -95,19 +90,16 @@ def test_a_resumed_run_has_its_totals_apart_from_what_was_done_since(
     assert "out/checkpoints" in folders
 
 
-def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(run, capsys, state=runs.STOPPED)
-    assert "next: async-grpo train my_trainer.py --distributed --run-dir worker --resume\n" in text
+def test_a_stopped_run_says_how_to_go_on(shown: Show) -> None:
+    command = "async-grpo train my_trainer.py --distributed --run-dir worker --resume"
+    assert f"next: {command}\n" in shown(state=runs.STOPPED)
 
 
 @pytest.mark.parametrize(
     ("figures", "told"),
     [
         ({"jobs_quarantined": 3}, r"3, with reasons in \S*quarantine"),
-        (
-            {"workers_lost": ["worker 2 (killed by SIGKILL)"]},
-            r"workers lost at the end .*worker 2 \(killed by S",
-        ),
+        ({"workers_lost": ["worker 2 (killed by SIGKILL)"]}, r"workers lost at the end .*worker 2 \(killed by S"),
         ({"groups_dropped": 484}, "484, of equal rewards or over age"),
         (
             {"undecided_tokens": 64, "undecided_nats": 0.87123},
@@ -115,50 +107,43 @@ def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixt
         ),
     ],
 )
-def test_what_a_run_has_lost_or_left_undecided_is_told(
-    run: RunDir, capsys: pytest.CaptureFixture[str], figures: dict[str, Any], told: str
-) -> None:
-    assert re.search(told, shown(run, capsys, **figures))
+def test_what_a_run_has_lost_or_left_undecided_is_told(shown: Show, figures: dict[str, Any], told: str) -> None:
+    assert re.search(told, shown(**figures))
 
 
-def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(run, capsys, reward_first=None, reward_last=None, accuracy_before=None, accuracy_after=None)
+def test_figures_that_a_run_does_not_have_are_left_out(shown: Show) -> None:
+    text = shown(reward_first=None, reward_last=None, accuracy_before=None, accuracy_after=None)
     assert "reward" not in text and "accuracy" not in text
-    only_before = shown(run, capsys, accuracy_after=None)
+    only_before = shown(accuracy_after=None)
     assert "accuracy" not in only_before and "reward first" in only_before
 
 
-def test_evaluations_have_the_name_of_their_figure_and_how_they_were_sampled(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluations_have_the_name_of_their_figure_and_how_they_were_sampled(shown: Show) -> None:
     evaluated = {"evaluated_before": 0.1, "evaluated_after": 0.7, "evaluated_with": "temperature 0.6, top_p 0.95"}
-    text = shown(run, capsys, evaluated="reward_mean", accuracy_before=None, accuracy_after=None, **evaluated)
+    text = shown(evaluated="reward_mean", accuracy_before=None, accuracy_after=None, **evaluated)
     assert re.search(r"evaluations: mean reward +│ 0.100 → 0.700 ", text)
     assert re.search(r"evaluations sampled with +│ temperature 0.6, top_p 0.95 ", text)
     assert "accuracy" not in text and "success" not in text
-    text = shown(run, capsys, evaluated="success_rate", **evaluated)
+    text = shown(evaluated="success_rate", **evaluated)
     assert re.search(r"evaluations: success rate +│ 0.100 → 0.700 ", text) and "accuracy" not in text
     of_set = {"accuracy_before/math": 0.1, "accuracy_after/math": 0.2}
-    text = shown(run, capsys, **of_set)
+    text = shown(**of_set)
     assert re.search(r"TRL's own evaluations: accuracy +│ 0.300 → 0.970 ", text)
     assert re.search(r"TRL's own evaluations: accuracy of math +│ 0.100 → 0.200 ", text)
-    assert "cannot be shown" in shown(run, capsys, **{**of_set, "accuracy_before/math": "0.1"})
+    assert "cannot be shown" in shown(**{**of_set, "accuracy_before/math": "0.1"})
 
 
 def test_a_run_that_was_stopped_before_training_began(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    summary.show(run)
+    assert capsys.readouterr().out == "", "without a summary nothing is shown"
     write_json(run.summary, {"state": runs.STOPPED, "worker_restarts": 0, "steps": 0, "run_id": "abc"})
     summary.show(run)
     assert capsys.readouterr().out == "run abc stopped before training began\n"
 
 
-def test_without_a_summary_nothing_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    summary.show(run)
-    assert capsys.readouterr().out == ""
-
-
-def test_paths_are_shown_as_they_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_are_shown_as_they_are(shown: Show) -> None:
     """Square brackets are markup to the library that draws the table."""
-    assert "runs/[bold]x[/bold]" in shown(run, capsys, checkpoints="runs/[bold]x[/bold]")
+    assert "runs/[bold]x[/bold]" in shown(checkpoints="runs/[bold]x[/bold]")
 
 
 def test_the_launcher_adds_its_figures(run: RunDir) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from telemetry_fakes import worker
+from telemetry_fakes import set_clock, worker
 
 from async_grpo.formatting import for_people
 from async_grpo.rundir.paths import activity_file
@@ -33,17 +33,11 @@ from async_grpo.telemetry.waiting import Reminder, wait_until
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(
-        activity_module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
-    )
-    return clock
+    return set_clock(monkeypatch, activity_module)
 
 
-def seen(root: Path, name: str = "dev1") -> ActivityRecord:
-    record = read_activity(activity_file(root, name))
-    assert record is not None
-    return record
+def seen(root: Path) -> ActivityRecord:
+    return read_activity(activity_file(root, "dev1"))
 
 
 def test_a_change_of_state_and_a_new_job_are_seen_at_once_and_the_rest_with_them(
@@ -160,18 +154,7 @@ def test_a_wait_that_ends_with_an_error_has_ended(tmp_path: Path, here: Activity
     assert seen(tmp_path).state == TRAINING
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-1, "0.0 s"),
-        (0.44, "0.4 s"),
-        (9.97, "10 s"),
-        (119.4, "119 s"),
-        (150, "2 min"),
-        (7100, "118 min"),
-        (12000, "3 h 20 min"),
-        (190000, "2 d 4 h"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert for_people(seconds) == text
+def test_durations() -> None:
+    texts = {-1: "0.0 s", 0.44: "0.4 s", 9.97: "10 s", 119.4: "119 s", 150: "2 min"}
+    texts |= {7100: "118 min", 12000: "3 h 20 min", 190000: "2 d 4 h"}
+    assert {seconds: for_people(seconds) for seconds in texts} == texts

@@ -10,21 +10,10 @@ import pytest
 from async_grpo.status.render import _node
 from async_grpo.telemetry.nodes_file import NodeRecord, NodesRecord, read_nodes, write_nodes
 
+SERVED = {"weights_s": 0.4, "weights_bytes": 9_000_000, "exchange_ms": 1.5, "bytes": 100, "deltas": 41, "wholes": 1}
 NODES = NodesRecord(
     nodes=(
-        NodeRecord(
-            name="gpu2",
-            number=8,
-            worker="dev8",
-            workers=8,
-            weights_s=0.4,
-            weights_bytes=9_000_000,
-            exchange_ms=1.5,
-            bytes=100,
-            deltas=41,
-            wholes=1,
-            losses=2,
-        ),
+        NodeRecord(name="gpu2", number=8, worker="dev8", workers=8, losses=2, **SERVED),
         NodeRecord(name="gpu3", number=9, worker="dev9", gone="has not answered for 10 s", losses=1, bytes=5),
     )
 )

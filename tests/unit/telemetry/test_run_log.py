@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +38,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+class Metrics(RolloutMetrics):
+    """Keeps what it logs of each batch."""
+
+    def __init__(self, workers: int) -> None:
+        self.logged: dict[str, float] = {}
+        super().__init__(self.logged.__setitem__)
+        self.workers = workers
+
+
+@pytest.fixture
+def log(tmp_path: Path, clock: Clock) -> Iterator[RunLog]:
+    with closing(RunLog(tmp_path / "metrics.jsonl")) as log:
+        yield log
+
+
 def step_logs(reward: float = 0.5, **more: Any) -> dict[str, Any]:
     return {"loss": 0.1, "reward": reward, **more}
 
@@ -44,15 +61,13 @@ def step_logs(reward: float = 0.5, **more: Any) -> dict[str, Any]:
 
 
 def test_figures_of_a_batch(clock: Clock) -> None:
-    logged: dict[str, float] = {}
-    metrics = RolloutMetrics(logged.__setitem__)
+    metrics = Metrics(workers=2)
     metrics.training_begins()
-    metrics.workers = 2
     busy = Timings(adopt_s=0.5, generate_s=3.0, score_s=0.5)
     clock.now += 10.0
     metrics.waited(4.0)
     metrics.batch_taken([make_group(make_job(n, 5), version, timings=busy) for n, version in ((0, 7), (1, 4))], 7)
-    assert logged == {
+    assert metrics.logged == {
         "async/staleness_mean": 1.5,
         "async/staleness_max": 3,
         "async/rollouts_per_second": pytest.approx(1.0),
@@ -63,40 +78,36 @@ def test_figures_of_a_batch(clock: Clock) -> None:
 
 
 def test_long_completions_have_a_staleness_of_their_own() -> None:
-    logged: dict[str, float] = {}
-    metrics = RolloutMetrics(logged.__setitem__)
+    metrics = Metrics(workers=0)
     lengths = {7: [2, 3], 4: [9, 3]}  # by version; the median is 3, so one completion of four is longer
     groups = [
         make_group(make_job(number), version, completion_lengths=np.array(of_group, np.int32))
         for number, (version, of_group) in enumerate(lengths.items())
     ]
     metrics.batch_taken(groups, 8)
-    assert logged["async/staleness_long"] == 4.0
-    assert logged["async/staleness_short"] == pytest.approx((1 + 1 + 4) / 3)
+    assert metrics.logged["async/staleness_long"] == 4.0
+    assert metrics.logged["async/staleness_short"] == pytest.approx((1 + 1 + 4) / 3)
     assert longer_half([3, 9, 5, 7]) == [False, True, False, True]
 
 
 def test_workers_are_busy_with_groups_that_are_dropped_too(clock: Clock) -> None:
-    logged: dict[str, float] = {}
-    metrics = RolloutMetrics(logged.__setitem__)
+    metrics = Metrics(workers=1)
     metrics.training_begins()
-    metrics.workers = 1
     group = make_group(make_job(0), 0, timings=Timings(adopt_s=0.5, generate_s=1.5, queue_s=0.5))
     for dropped, busy, overhead in ((3, 0.8, 0.2), (0, 0.2, 0.05)):
         for _ in range(dropped):
             metrics.group_dropped(group)
         clock.now += 10.0
         metrics.batch_taken([group], 0)
-        assert logged["async/worker_busy_fraction"] == pytest.approx(busy)
-        assert logged["async/overhead_fraction"] == pytest.approx(overhead)
+        assert metrics.logged["async/worker_busy_fraction"] == pytest.approx(busy)
+        assert metrics.logged["async/overhead_fraction"] == pytest.approx(overhead)
     assert metrics.totals()["worker_busy_fraction"] == 0.5
 
 
 def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) -> None:
-    metrics = RolloutMetrics(lambda name, value: None)
+    metrics = Metrics(workers=1)
     clock.now += 1000.0  # loading
     metrics.training_begins()
-    metrics.workers = 1
     for staleness in (0, 2):
         clock.now += 10.0
         metrics.waited(5.0)
@@ -118,19 +129,18 @@ def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) 
 
 
 def test_totals_of_a_run_that_took_no_batch() -> None:
-    totals = RolloutMetrics(lambda name, value: None).totals()
+    totals = Metrics(workers=0).totals()
     assert totals["rollouts"] == totals["staleness_mean"] == totals["worker_busy_fraction"] == 0
 
 
 def test_shares_never_exceed_one(clock: Clock) -> None:
-    logged: dict[str, float] = {}
-    metrics = RolloutMetrics(logged.__setitem__)
-    metrics.workers = 1
+    metrics = Metrics(workers=1)
     clock.now += 1.0
     metrics.waited(50.0)
     metrics.batch_taken([make_group(make_job(0), 0, timings=Timings(generate_s=70.0))], 0)
+    logged, totals = metrics.logged, metrics.totals()
     assert logged["async/trainer_wait_fraction"] == logged["async/worker_busy_fraction"] == 1.0
-    assert metrics.totals()["trainer_wait_fraction"] == metrics.totals()["worker_busy_fraction"] == 1.0
+    assert totals["trainer_wait_fraction"] == totals["worker_busy_fraction"] == 1.0
 
 
 def test_a_worker_sums_up_what_it_did() -> None:
@@ -147,43 +157,26 @@ def test_a_worker_sums_up_what_it_did() -> None:
 # --- metrics.jsonl and the step line
 
 
-def test_each_call_of_log_is_one_line_of_json_at_once(tmp_path: Path, clock: Clock) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
+def test_each_call_of_log_is_one_line_of_json_at_once(tmp_path: Path, log: RunLog) -> None:
     log.logged(1, step_logs(0.25, note=Path("x")))
     log.logged(1, {"eval_runtime": 2.5, "eval_tool_runtime": 2.0, "eval_reward": 0.5})
     log.logged(1, {"eval_math_runtime": 2.5, "eval_reward": 0.5})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": 1, "monotonic_s": 100.0, "loss": 0.1, "reward": 0.25, "note": "x"},
-        {"step": 1, "monotonic_s": 100.0, "eval_runtime": 2.5, "eval_tool_runtime": 2.0, "eval_reward": 0.5},
-        {"step": 1, "monotonic_s": 100.0, "eval_set": "math", "eval_math_runtime": 2.5, "eval_reward": 0.5},
+    at = {"step": 1, "monotonic_s": 100.0}
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {**at, "loss": 0.1, "reward": 0.25, "note": "x"},
+        {**at, "eval_runtime": 2.5, "eval_tool_runtime": 2.0, "eval_reward": 0.5},
+        {**at, "eval_set": "math", "eval_math_runtime": 2.5, "eval_reward": 0.5},
     ]
-    log.close()
 
 
-def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
+def test_the_step_line(log: RunLog, messages: list[str], clock: Clock) -> None:
     log.training_begins(10)
     log.logged(1, step_logs(0.25))
     clock.now += 6.0
-    log.logged(
-        3,
-        step_logs(
-            0.75,
-            **{
-                "kl": 0.0123,
-                "learning_rate": 2.5e-6,
-                "grad_norm": 0.456,
-                "async/rollouts_per_second": 41.7,
-                "async/staleness_mean": 0.0,
-                "async/queue_pending": 3.0,
-                "async/queue_processing": 2.0,
-                "async/queue_complete": 0.0,
-                "async/trainer_wait_fraction": 0.314,
-                "async/worker_busy_fraction": 1.0,
-            },
-        ),
-    )
+    figures = {"rollouts_per_second": 41.7, "staleness_mean": 0.0, "queue_pending": 3.0, "queue_processing": 2.0}
+    figures |= {"queue_complete": 0.0, "trainer_wait_fraction": 0.314, "worker_busy_fraction": 1.0}
+    of_trl = {"kl": 0.0123, "learning_rate": 2.5e-6, "grad_norm": 0.456}
+    log.logged(3, step_logs(0.75, **of_trl, **{f"async/{name}": value for name, value in figures.items()}))
     log.logged(3, {"eval_reward": 0.5}, "temperature 1, top_p 0.9")
     log.logged(3, {"eval_math_runtime": 2.5, "eval_reward": 0.5})
     log.logged(3, {"eval_reward": None})  # no function gave a number
@@ -196,39 +189,32 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
         "TRL's own evaluation at step 3: mean reward 0.500, sampled with temperature 1, top_p 0.9",
         "TRL's own evaluation of math at step 3: mean reward 0.500",
     ]
-    log.close()
 
 
-def test_the_step_line_has_the_rewards_of_tasks_and_what_the_critic_knows(
-    tmp_path: Path, messages: list[str], clock: Clock
-) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
+def test_the_step_line_has_the_rewards_of_tasks_and_what_the_critic_knows(log: RunLog, messages: list[str]) -> None:
     log.training_begins(10)
     of_tasks = {"math/reward": 0.554, "math/math__gsm/reward": 0.5, "code/reward": 0.271, "rewards/f/mean": 0.4}
     log.logged(1, step_logs(0.412, **of_tasks, **{"critic/vf_explained_var": 0.612, "critic/rewards/mean": 0.4}))
-    assert messages[1] == ("step 1/10 ETA ?  reward 0.412 (math 0.55, code 0.27)  vf_explained_var 0.61  loss +0.1")
-    log.close()
+    assert messages[1] == "step 1/10 ETA ?  reward 0.412 (math 0.55, code 0.27)  vf_explained_var 0.61  loss +0.1"
 
 
 def test_the_step_line_of_a_replay_tells_of_the_new_policy_and_nothing_of_the_archive(
     tmp_path: Path, messages: list[str], clock: Clock
 ) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl", REPLAY_LINE)
-    log.training_begins(10)
-    figures = {"clip_ratio/region_mean": 0.0123, "async/kl_to_sampler": 0.00149, "async/staleness_mean": 1.0}
-    log.logged(1, step_logs(0.25, **figures, **{"async/ratio_min": 0.5, "async/ratio_max": 2.0}))
-    log.logged(2, {"loss": -0.5})  # the second step on a batch
+    with closing(RunLog(tmp_path / "metrics.jsonl", REPLAY_LINE)) as log:
+        log.training_begins(10)
+        figures = {"clip_ratio/region_mean": 0.0123, "async/kl_to_sampler": 0.00149, "async/staleness_mean": 1.0}
+        log.logged(1, step_logs(0.25, **figures, **{"async/ratio_min": 0.5, "async/ratio_max": 2.0}))
+        log.logged(2, {"loss": -0.5})  # the second step on a batch
     assert messages == [
         "step 1/10 ETA ?  loss +0.1  clipped 1.2%  KL to the sampler 0.0015  probability ratios 0.50 to 2.00",
         "step 2/10 ETA 0 s  loss -0.5",
     ]
-    log.close()
 
 
 def test_each_optimizer_step_has_one_line_whether_the_trainer_logs_it_or_not(
-    tmp_path: Path, messages: list[str], clock: Clock
+    tmp_path: Path, messages: list[str], log: RunLog
 ) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
     latest: dict[str, float] = {}
     callback = LogCallback(log, lambda: latest)
     state = TrainerState(max_steps=13, global_step=10)
@@ -242,64 +228,50 @@ def test_each_optimizer_step_has_one_line_whether_the_trainer_logs_it_or_not(
     assert [line.split(" ETA")[0] for line in messages] == [LEGEND, "step 11/13", "step 12/13", "step 13/13"]
     assert messages[1].endswith("reward 0.110") and messages[2].endswith("reward 0.500  loss +0.1")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    log.close()
 
 
-def test_the_summary_quotes_the_first_and_the_last_and_only_what_there_is(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
+def test_the_summary_quotes_the_first_and_the_last_and_only_what_there_is(log: RunLog) -> None:
     assert log.quotes() == {}
     log.logged(0, {"eval_rewards/accuracy/mean": 0.12345})
     for reward in (0.1, 0.9, 0.5):
         log.logged(1, step_logs(reward))
     assert log.quotes() == {"reward_first": 0.1, "reward_last": 0.5, "accuracy_before": 0.1235}
-    log.logged(3, {"eval_rewards/accuracy/mean": 0.5})
-    log.logged(4, {"eval_rewards/accuracy/mean": 0.6})
+    for accuracy in (0.5, 0.6):
+        log.logged(3, {"eval_rewards/accuracy/mean": accuracy})
     assert log.quotes()["accuracy_after"] == 0.6
-    log.close()
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), True])
-def test_the_summary_quotes_numbers_only(tmp_path: Path, reward: float) -> None:
-    log = RunLog(tmp_path / "metrics.jsonl")
+def test_the_summary_quotes_numbers_only(log: RunLog, reward: float) -> None:
     log.logged(1, step_logs(reward))
     assert log.quotes() == {}
     log.logged(2, step_logs(np.float64(0.5)))
     assert log.quotes() == {"reward_first": 0.5, "reward_last": 0.5}
-    log.close()
 
 
 def test_a_resumed_run_remembers_what_was_before_and_goes_on_in_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = RunLog(path)
-    first.logged(0, {"eval_rewards/accuracy/mean": 0.2})
-    first.logged(0, {"eval_math_runtime": 2.5, "eval_reward": 0.4, "eval_rewards/accuracy/mean": 0.4})
-    first.logged(1, step_logs(0.1))
-    first.close()
-    second = RunLog(path)
-    second.logged(2, step_logs(0.7))
-    second.logged(2, {"eval_rewards/accuracy/mean": 0.8})
-    second.logged(2, {"eval_math_runtime": 2.5, "eval_reward": 0.9, "eval_rewards/accuracy/mean": 0.9})
-    assert second.quotes() == {
-        "reward_first": 0.1,
-        "reward_last": 0.7,
-        "accuracy_before": 0.2,
-        "accuracy_after": 0.8,
-        "accuracy_before/math": 0.4,
-        "accuracy_after/math": 0.9,
-    }
-    second.close()
+    with closing(RunLog(path)) as first:
+        first.logged(0, {"eval_rewards/accuracy/mean": 0.2})
+        first.logged(0, {"eval_math_runtime": 2.5, "eval_reward": 0.4, "eval_rewards/accuracy/mean": 0.4})
+        first.logged(1, step_logs(0.1))
+    with closing(RunLog(path)) as second:
+        second.logged(2, step_logs(0.7))
+        second.logged(2, {"eval_rewards/accuracy/mean": 0.8})
+        second.logged(2, {"eval_math_runtime": 2.5, "eval_reward": 0.9, "eval_rewards/accuracy/mean": 0.9})
+    of_math = {"accuracy_before/math": 0.4, "accuracy_after/math": 0.9}
+    rewards = {"reward_first": 0.1, "reward_last": 0.7}
+    assert second.quotes() == {**rewards, "accuracy_before": 0.2, "accuracy_after": 0.8, **of_math}
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 0, 1, 2, 2, 2]
 
 
 def test_a_line_that_a_crash_cut_off_does_not_prevent_resuming(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, **step_logs(0.1)}) + '\n{"step": 2, "lo')
-    log = RunLog(path)
-    log.logged(2, step_logs(0.7))
-    log.close()
-    again = RunLog(path)
-    assert again.quotes() == {"reward_first": 0.1, "reward_last": 0.7}
-    again.close()
+    with closing(RunLog(path)) as log:
+        log.logged(2, step_logs(0.7))
+    with closing(RunLog(path)) as again:
+        assert again.quotes() == {"reward_first": 0.1, "reward_last": 0.7}
 
 
 @pytest.mark.parametrize(
@@ -308,11 +280,9 @@ def test_a_line_that_a_crash_cut_off_does_not_prevent_resuming(tmp_path: Path) -
 def test_a_broken_line_costs_its_own_figures_only(tmp_path: Path, broken: bytes, messages: list[str]) -> None:
     """As a power cut leaves them: a resumed run must not end on what an earlier process logged."""
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b'{"step": 1, "loss": 1, "reward": 0.25}\n' + broken + b'\n{"step": 3, "loss": 1, "reward": 0.5}\n'
-    )
-    log = RunLog(path)
-    log.close()
-    assert log.quotes() == {"reward_first": 0.25, "reward_last": 0.5}
+    first, third = (b'{"step": %d, "loss": 1, "reward": %.2f}' % given for given in ((1, 0.25), (3, 0.5)))
+    path.write_bytes(b"\n".join([first, broken, third, b""]))
+    with closing(RunLog(path)) as log:
+        assert log.quotes() == {"reward_first": 0.25, "reward_last": 0.5}
     assert path.read_bytes().count(b"\n") == 3, "nothing of the file is thrown away"
     assert all("line 2" in text for text in messages)

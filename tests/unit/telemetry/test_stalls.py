@@ -9,24 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from telemetry_fakes import worker
+from telemetry_fakes import set_clock, worker
 
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
 from async_grpo.telemetry import activity as activity_module
 from async_grpo.telemetry import stalls
-from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, WAITING, Activity, ActivityRecord, read_count
+from async_grpo.telemetry.activity import GENERATING, LOADING, SCORING, WAITING, ActivityRecord, read_count
 from async_grpo.telemetry.stalls import HangDetector, StallReporter, describe, last_progress_s
 from async_grpo.telemetry.waiting import wait_until
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=1000.0)
-    for module in (activity_module, stalls):
-        time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
-        monkeypatch.setattr(module, "time", time)
-    return clock
+    return set_clock(monkeypatch, activity_module, stalls)
 
 
 def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
@@ -120,11 +116,10 @@ class Watch:
 
 
 def test_a_wait_after_long_loading_is_no_stall(tmp_path: Path, clock: SimpleNamespace, warnings: list[str]) -> None:
-    activity = Activity()
-    activity.publish(tmp_path, "server", device="cpu", run_id="r", state=LOADING)
-    reporter = StallReporter(activity, tmp_path, after_s=60.0)
+    server = worker(tmp_path, "server")
+    reporter = StallReporter(server, tmp_path, after_s=60.0)
     clock.now += 76.0
-    activity.waits("4 groups", on=["dev1"])
+    server.waits("4 groups", on=["dev1"])
     reporter.look(clock.now)
     assert warnings == []
     clock.now += 61.0
@@ -154,9 +149,7 @@ def test_a_worker_with_a_job_that_does_not_move_is_hung(tmp_path: Path, watch: W
     assert not watch.hang_after(61)
 
 
-def test_the_clock_of_a_job_starts_with_it_however_long_the_worker_was_silent_before(
-    tmp_path: Path, watch: Watch
-) -> None:
+def test_the_clock_of_a_job_starts_with_it_however_long_the_worker_was_silent(tmp_path: Path, watch: Watch) -> None:
     process = worker(tmp_path)
     assert not watch.hang_after(1190)
     process.has_jobs([1], GENERATING)

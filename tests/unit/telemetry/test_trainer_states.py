@@ -25,6 +25,14 @@ def write(path: Path, begins: int, *steps: int) -> list[dict[str, Any]]:
     return log
 
 
+def written(folder: Path, fields: dict[str, Any], logged: dict[str, Any]) -> Any:
+    """What a worker reads of a step with these fields, before which this was logged."""
+    writer = StateWriter(folder / "states.jsonl")
+    writer.begins(0)
+    writer.step(0, fields, [logged])
+    return StateReader(folder / "states.jsonl").at(0)
+
+
 def test_the_log_is_cut_at_the_step_and_exact(tmp_path: Path) -> None:
     path = tmp_path / "states.jsonl"
     reader = StateReader(path)
@@ -32,30 +40,21 @@ def test_the_log_is_cut_at_the_step_and_exact(tmp_path: Path) -> None:
     log = write(path, 0, 0, 1, 2)
     for step in (2, 0, 1):
         found = reader.at(step)
-        assert found is not None and (found.fields, found.log) == ({"level": step}, log[:step])
+        assert (found.fields, found.log) == ({"level": step}, log[:step])
     assert reader.at(3) is None, "it will come"
 
 
 def test_values_that_json_does_not_know(tmp_path: Path) -> None:
-    writer = StateWriter(tmp_path / "states.jsonl")
-    writer.begins(0)
-    writer.step(
-        0, {}, [{"loss": math.nan, "most": math.inf, "numpy": np.float32(0.5), "path": Path("a"), "each": np.ones(2)}]
-    )
-    found = StateReader(tmp_path / "states.jsonl").at(0)
-    assert found is not None
-    assert math.isnan(found.log[0].pop("loss")) and found.log == [
-        {"most": math.inf, "numpy": 0.5, "path": "a", "each": [1.0, 1.0]}
-    ]
+    logged = {"loss": math.nan, "most": math.inf, "numpy": np.float32(0.5), "path": Path("a"), "each": np.ones(2)}
+    found = written(tmp_path, {}, logged)
+    assert math.isnan(found.log[0].pop("loss"))
+    assert found.log == [{"most": math.inf, "numpy": 0.5, "path": "a", "each": [1.0, 1.0]}]
 
 
 @pytest.mark.parametrize("several", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])
 def test_a_callback_may_log_several_numbers(several: object, tmp_path: Path) -> None:
-    writer = StateWriter(tmp_path / "states.jsonl")
-    writer.begins(0)
-    writer.step(0, {"mine": several}, [{"each": several}])
-    found = StateReader(tmp_path / "states.jsonl").at(0)
-    assert found is not None and (found.fields, found.log) == ({"mine": [1.0, 2.0]}, [{"each": [1.0, 2.0]}])
+    found = written(tmp_path, {"mine": several}, {"each": several})
+    assert (found.fields, found.log) == ({"mine": [1.0, 2.0]}, [{"each": [1.0, 2.0]}])
 
 
 def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
@@ -64,8 +63,7 @@ def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
     write(path, 0, 0, 1, 2, 3)
     assert reader.at(3) is not None
     write(path, 2, 2)
-    found = reader.at(2)
-    assert found is not None and [entry["step"] for entry in found.log] == [1, 2]
+    assert [entry["step"] for entry in reader.at(2).log] == [1, 2]
     assert reader.at(3) is None, "this server comes to it"
 
 
@@ -75,16 +73,14 @@ def test_a_step_that_no_server_comes_to_is_not_waited_for(step: int, nearest: in
     path = tmp_path / "states.jsonl"
     write(path, 0, 0, 1)
     write(path, 2, 2, 3)
-    found = StateReader(path).at(step)
-    assert found is not None and found.fields == {"level": nearest}
+    assert StateReader(path).at(step).fields == {"level": nearest}
 
 
 def test_an_evaluation_takes_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "states.jsonl"
     assert StateReader(path).newest(4) is None
     write(path, 0, 0, 1)
-    found = StateReader(path).newest(2)
-    assert found is not None and found.fields == {"level": 1}
+    assert StateReader(path).newest(2).fields == {"level": 1}
 
 
 @pytest.mark.parametrize("line", ["[]", '{"step": "a", "state": {}}', '{"step": 1}', '{"logged": 3}', "{"])
