@@ -26,49 +26,48 @@ COMPARED = [
     "assert (add(-1, 1) != 0 or not add(2, 2) >= 4) == False",
     "assert math.isclose(add(1, 2), 3, rel_tol=0.1) == True",
 ]
+FORMS = [TESTS, COMPARED]
 GOOD = "def add(a, b):\n    return a + b"
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        (RIGHT_FORM.format("18"), 1.0),
-        (RIGHT_FORM.format(" 18.0\n") + "<|im_end|>", 1.0),
-        ("<start_working_out>" + RIGHT_FORM.format("1800%"), 1.0),
-        (RIGHT_FORM.format("19"), 0.4),
-        (RIGHT_FORM.format("18") + " because", 0.8),
-        ("<SOLUTION>18</SOLUTION>", 0.75),
-        ("<end_working_out><SOLUTION>18</SOLUTION>", 0.75),
-        ("a<end_working_out><SOLUTION>18</SOLUTION><SOLUTION>18</SOLUTION>", 0.75),
-        ("a<end_working_out><SOLUTION>18", 0.1),
-        ("18", 0.0),
-        ("", 0.0),
-        (RIGHT_FORM.format("9" * 5000), 0.4),
-    ],
-)
-def test_gsm8k(completion: str, reward: float) -> None:
-    conversation = [{"role": "assistant", "content": completion}]
-    assert gsm8k([completion, conversation], answer=["18", "so she has\n#### 18"]) == pytest.approx([reward] * 2)
+def conversation(completion: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": completion}]
 
 
 @pytest.mark.parametrize(
-    ("completion", "gold", "reward"),
+    ("reward", "completions"),
     [
-        (r"3 and \boxed{1,800 \text{ dollars}}, not #### 5", "so it is\n#### 1800", 1),
-        ("9 * 2 #### 18.0<|im_end|>", "18", 1),
-        (r"\boxed{} #### \boxed{17}", "17", 1),
-        ("first 3, then 1,234.", "1234", 1),
-        ("18 apples, of which 3 are left", "18", 0),
-        (r"\boxed{3} and then 18", "18", 0),
-        (r"\boxed{\frac{1}{2}}", r"Half of it: $\boxed{0.5}$.", 1),
-        ("-7", "7", 0),
-        ("none", "7", 0),
-        ("9" * 5000, "7", 0),
+        (1.0, [RIGHT_FORM.format("18"), RIGHT_FORM.format(" 18.0\n") + "<|im_end|>"]),
+        (1.0, ["<start_working_out>" + RIGHT_FORM.format("1800%")]),
+        (0.8, [RIGHT_FORM.format("18") + " because"]),
+        (0.75, ["<SOLUTION>18</SOLUTION>", "<end_working_out><SOLUTION>18</SOLUTION>"]),
+        (0.75, ["a<end_working_out><SOLUTION>18</SOLUTION><SOLUTION>18</SOLUTION>"]),
+        (0.4, [RIGHT_FORM.format("19"), RIGHT_FORM.format("9" * 5000)]),
+        (0.1, ["a<end_working_out><SOLUTION>18"]),
+        (0.0, ["18", ""]),
     ],
 )
-def test_the_final_number_is_right_or_wrong(completion: str, gold: str, reward: float) -> None:
-    conversation = [{"role": "assistant", "content": completion}]
-    assert final_number([completion, conversation], answer=[gold] * 2) == [reward] * 2
+def test_gsm8k(reward: float, completions: list[str]) -> None:
+    for answer in ("18", "so she has\n#### 18"):
+        given = [*completions, *map(conversation, completions)]
+        assert gsm8k(given, answer=[answer] * len(given)) == pytest.approx([reward] * len(given))
+
+
+@pytest.mark.parametrize(
+    ("gold", "reward", "completions"),
+    [
+        ("so it is\n#### 1800", 1, [r"3 and \boxed{1,800 \text{ dollars}}, not #### 5"]),
+        ("18", 1, ["9 * 2 #### 18.0<|im_end|>"]),
+        ("17", 1, [r"\boxed{} #### \boxed{17}"]),
+        ("1234", 1, ["first 3, then 1,234."]),
+        (r"Half of it: $\boxed{0.5}$.", 1, [r"\boxed{\frac{1}{2}}"]),
+        ("18", 0, ["18 apples, of which 3 are left", r"\boxed{3} and then 18"]),
+        ("7", 0, ["-7", "none", "9" * 5000]),
+    ],
+)
+def test_the_final_number_is_right_or_wrong(gold: str, reward: float, completions: list[str]) -> None:
+    given = [*completions, *map(conversation, completions)]
+    assert final_number(given, answer=[gold] * len(given)) == [reward] * len(given)
 
 
 def wordings() -> list[tuple[str, float]]:
@@ -84,45 +83,25 @@ def test_the_wordings_of_a_right_answer_are_those_of_the_docs() -> None:
     assert dict(zip(answers, (round(one - 0.4, 6) for one in found))) == dict(zip(answers, (0.6 * v for v in verdicts)))
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    {
-        "1,800": 1800,
-        "1{,}800 m": 1800,
-        "one thousand eight hundred": 1800,
-        "1.8 thousand": 1800,
-        "two dozen eggs": 24,
-        "twenty-one": 21,
-        "one hundred five": 105,
-        "-$1,000.50": -1000.5,
-        ".5": 0.5,
-        "1,80": None,
-        "1 800": None,
-        "2**4": None,
-        "one two": None,
-        "٣": None,
-        "1" * 200: None,
-        "a" * 90 + "!": None,  # by a pattern that reads a word in many ways: never
-        "": None,
-    }.items(),
-)
-def test_one_number(text: str, number: float | None) -> None:
-    assert one_number(text) == number
+def test_one_number() -> None:
+    numbers = {"1,800": 1800, "1{,}800 m": 1800, "one thousand eight hundred": 1800, "1.8 thousand": 1800}
+    numbers |= {"two dozen eggs": 24, "twenty-one": 21, "one hundred five": 105, "-$1,000.50": -1000.5, ".5": 0.5}
+    none = ["1,80", "1 800", "2**4", "one two", "٣", "1" * 200, ""]
+    none += ["a" * 90 + "!"]  # by a pattern that reads a word in many ways: never
+    expected = {**numbers, **dict.fromkeys(none)}
+    assert {text: one_number(text) for text in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so \\boxed{17}, no: \\boxed{18}", "18"),
-        ("\\boxed{\\frac{36}{2}} it is", "\\frac{36}{2}"),
-        ("#### 17\n#### 18<|im_end|>", "18"),
-        ("\\boxed{1} #### 2 <SOLUTION> 3 </SOLUTION>", "3"),
-        ("\\boxed{18", None),
-        ("it is 18", None),
-    ],
-)
-def test_the_answer_that_counts(text: str, answer: str | None) -> None:
-    assert final_answer(text) == answer
+def test_the_answer_that_counts() -> None:
+    answers = {
+        "so \\boxed{17}, no: \\boxed{18}": "18",
+        "\\boxed{\\frac{36}{2}} it is": "\\frac{36}{2}",
+        "#### 17\n#### 18<|im_end|>": "18",
+        "\\boxed{1} #### 2 <SOLUTION> 3 </SOLUTION>": "3",
+        RIGHT_FORM.format(" 7 "): "7",
+        **dict.fromkeys(["\\boxed{18", "it is 18", "7"]),
+    }
+    assert {text: final_answer(text) for text in answers} == answers
 
 
 @pytest.mark.integration
@@ -170,10 +149,8 @@ def test_a_second_working_out_is_not_the_exact_form(text: str) -> None:
     assert not parse(text).strict
 
 
-def test_success_and_votes_are_declared() -> None:
-    assert (gsm8k.success_threshold, math.success_threshold, mbpp.success_threshold) == (0.6, 0.6, 0.6)  # type: ignore[attr-defined]
-    assert final_answer(RIGHT_FORM.format(" 7 ")) == "7"
-    assert final_answer("7") is None
+def test_success_is_declared() -> None:
+    assert {reward.success_threshold for reward in (gsm8k, math, mbpp)} == {0.6}
     assert parse([]).solution is None
 
 
@@ -185,8 +162,9 @@ def score(program: str, monkeypatch: pytest.MonkeyPatch, tests: list[str] = TEST
 
 @isolated
 @pytest.mark.parametrize("program", [GOOD, f"```python\n{GOOD}\n```", f"print('x' * 10**6)\n{GOOD}"])
-def test_a_right_program(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert score(program, monkeypatch) == 1.0
+@pytest.mark.parametrize("tests", FORMS, ids=["as it is", "compared inside"])
+def test_a_right_program(program: str, tests: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score(program, monkeypatch, tests) == 1.0
 
 
 @isolated
@@ -212,14 +190,9 @@ def test_a_right_program(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "kills the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
     }.values(),
 )
-@pytest.mark.parametrize("tests", [TESTS, COMPARED], ids=["as it is", "compared inside"])
+@pytest.mark.parametrize("tests", FORMS, ids=["as it is", "compared inside"])
 def test_a_hostile_program_earns_nothing_by_it(program: str, tests: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert score(program, monkeypatch, tests) == pytest.approx(0.3)
-
-
-@isolated
-def test_a_right_program_passes_what_compares_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert score(GOOD, monkeypatch, COMPARED) == 1.0
 
 
 @isolated
@@ -237,12 +210,8 @@ def test_a_test_that_hangs_costs_the_others_nothing(monkeypatch: pytest.MonkeyPa
 
 @isolated
 def test_values_are_compared_as_in_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = [
-        "assert f(0) == (1, [2.0, 'x'], {'k': {3}})",
-        "assert f(1) == 1",
-        "assert f(2) == None",
-        "assert f(3) == [1]",
-    ]
+    values = ["(1, [2.0, 'x'], {'k': {3}})", "1", "None", "[1]"]
+    tests = [f"assert f({number}) == {value}" for number, value in enumerate(values)]
     program = "def f(n):\n  return [(1, [2.0, 'x'], {'k': {3}}), 1.0, None, (1,)][n]"
     assert score(program, monkeypatch, tests) == pytest.approx(0.7 * 3 / 4 + 0.3)
 
@@ -250,13 +219,8 @@ def test_values_are_compared_as_in_the_test(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "test",
     [
-        "assert add(1, 2)",
-        "add(1, 2) == 3",
-        "assert add(1, 2) == x",
-        "assert 1 < 2",
-        "def",
-        "assert int(add(1, 2) == 3) == 1",
-        "assert all(add(a, 1) == 3 for a in [2]) == True",
+        *("assert add(1, 2)", "add(1, 2) == 3", "assert add(1, 2) == x", "assert 1 < 2", "def"),
+        *("assert int(add(1, 2) == 3) == 1", "assert all(add(a, 1) == 3 for a in [2]) == True"),
         "assert [f(1) == 3] == [True]",
     ],
 )

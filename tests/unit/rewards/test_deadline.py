@@ -6,8 +6,8 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -46,17 +46,9 @@ def test_an_exception_of_the_function_is_the_callers() -> None:
 
 
 def test_it_may_be_called_in_any_thread_and_in_several_at_a_time() -> None:
-    found: dict[int, list[float | None]] = {}
-
-    def call(number: int) -> None:
-        found[number] = list(trouble([str(number), "x"], answer=["1", "x"]))
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert found == {0: [0.0, 1.0], 1: [1.0, 1.0], 2: [0.0, 1.0], 3: [0.0, 1.0]}
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda number: trouble([number, "x"], answer=["1", "x"]), "0123"))
+    assert found == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
 
 
 def test_its_processes_hold_no_open_file_of_others() -> None:

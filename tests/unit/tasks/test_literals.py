@@ -24,8 +24,7 @@ def test_a_literal_is_what_python_reads(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["f'{a}'", 'F"""{a}"""', "rf'{a}'", "{'a': Fr'{b}'}", "'a'f'{b}'", "#'''\n f'{a}' #'''", "#'\r f'{a}' '"],
+    "text", ["f'{a}'", 'F"""{a}"""', "rf'{a}'", "{'a': Fr'{b}'}", "'a'f'{b}'", "#'''\n f'{a}' #'''", "#'\r f'{a}' '"]
 )
 def test_an_f_string_is_refused_before_it_is_parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(literals, "ast", None)

@@ -49,10 +49,8 @@ def test_structs_json_and_literals_say_the_same(tmp_path: Path, write: Any) -> N
 
 def test_tasks_with_different_ground_truths_are_one_dataset(tmp_path: Path) -> None:
     cells = {"header": ["a"], "rows": [["b"]]}
-    math = parquet(tmp_path / "math.parquet", row(), row())
-    logic = parquet(
-        tmp_path / "logic.parquet", row(data_source="logic__zebra", reward_model={**RULE, "ground_truth": cells})
-    )
+    zebra = row(data_source="logic__zebra", reward_model={**RULE, "ground_truth": cells})
+    math, logic = parquet(tmp_path / "math.parquet", row(), row()), parquet(tmp_path / "logic.parquet", zebra)
     both = load({"math": math, "logic": [logic]})
     assert both["task"] == ["math", "math", "logic"]
     assert json.loads(both[2]["ground_truth"]) == cells
@@ -95,10 +93,8 @@ class Tokenizer:
 
 def test_messages_and_text_need_a_tokenizer(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "3 + 3?"}]
-    files = [
-        parquet(tmp_path / "a.parquet"),
-        parquet(tmp_path / "b.parquet", row(apply_chat_template=None), row(prompt=asked, apply_chat_template=False)),
-    ]
+    more = parquet(tmp_path / "b.parquet", row(apply_chat_template=None), row(prompt=asked, apply_chat_template=False))
+    files = [parquet(tmp_path / "a.parquet"), more]
     with pytest.raises(UsageError, match=r"b\.parquet, row 2 is text, and that of a\.parquet, row 1 is not"):
         load(files)
     assert load(files, tokenizer=Tokenizer())["prompt"] == ["<user>2 + 2?<assistant>"] * 2 + ["3 + 3?"]
@@ -107,23 +103,23 @@ def test_messages_and_text_need_a_tokenizer(tmp_path: Path) -> None:
 NULL = {"style": "rule", "ground_truth": None}
 
 
+NEITHER = "reward_model is neither JSON nor a Python literal"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"reward_model": "{'style': 'rule'"}, "keys that are texts): \"{'style': 'rule'\""),
-        ({"reward_model": "__import__('os').system('touch x')"}, "reward_model is neither JSON nor a Python literal"),
-        ({"reward_model": "[" * 9000}, "reward_model is neither JSON nor a Python literal"),
-        ({"reward_model": "'" + "a" * LARGEST + "'"}, "reward_model is neither JSON nor a Python literal"),
-        ({"reward_model": "{'style': 'rule'}"}, "ground_truth is missing"),
-        ({"reward_model": json.dumps(NULL)}, "ground_truth is missing"),
-        ({"reward_model": "4"}, "ground_truth is missing"),
-        ({"reward_model": "{'ground_truth': {1, 2}}"}, "reward_model is neither JSON nor a Python literal"),
-        ({"reward_model": "{'ground_truth': {1: 'a'}}"}, "reward_model is neither JSON nor a Python literal"),
+        ({"reward_model": "__import__('os').system('touch x')"}, NEITHER),
+        ({"reward_model": "[" * 9000}, NEITHER),
+        ({"reward_model": "'" + "a" * LARGEST + "'"}, NEITHER),
+        ({"reward_model": "{'ground_truth': {1, 2}}"}, NEITHER),
+        ({"reward_model": "{'ground_truth': {1: 'a'}}"}, NEITHER),
+        *(({"reward_model": of}, "ground_truth is missing") for of in ("{'style': 'rule'}", json.dumps(NULL), "4")),
         ({"reward_model": r"{'ground_truth': '\ud800\udc00'}"}, "ground_truth holds what JSON has not"),
         ({"reward_model": '{"ground_truth": NaN}'}, "ground_truth holds what JSON has not"),
         ({"extra_info": "oops"}, "extra_info is neither JSON nor a Python literal"),
-        ({"data_source": ""}, "data_source is no text"),
-        ({"data_source": None}, "data_source is no text"),
+        *(({"data_source": source}, "data_source is no text") for source in ("", None)),
         ({"prompt": []}, "prompt is neither a text nor a list of messages"),
         ({"prompt": [{"role": "user", "content": None}]}, "prompt is neither a text nor a list of messages"),
         ({"prompt": MESSAGES * 2, "apply_chat_template": False}, "prompt has 2 messages, not 1"),
@@ -131,13 +127,11 @@ NULL = {"style": "rule", "ground_truth": None}
     ids=str,
 )
 def test_a_bad_cell_is_named_by_file_row_and_column(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    texts = {"reward_model": json.dumps(RULE), "extra_info": "{}", "apply_chat_template": None}
-    good = row(**texts)
+    good = row(reward_model=json.dumps(RULE), extra_info="{}", apply_chat_template=None)
     path = parquet(tmp_path / "math.parquet", *[good] * 1499, {**good, **change}, good)
     with pytest.raises(UsageError) as error:
         load(path)
-    assert str(error.value).startswith("math.parquet, row 1,500: ")
-    assert says in str(error.value)
+    assert str(error.value).startswith("math.parquet, row 1,500: ") and says in str(error.value)
 
 
 def test_nothing_of_a_cell_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

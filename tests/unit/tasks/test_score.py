@@ -36,58 +36,50 @@ def paid(source: str, truth: Any, *completions: Any, **columns: Any) -> list[Any
 
 
 @pytest.mark.parametrize(
-    ("source", "truth", "completion", "reward"),
+    ("source", "truth", "reward", "completions"),
     [
-        ("math__deepscaler", "4", r"so it is \boxed{4}", 1),
-        ("math__deepscaler", r"\frac{1}{2}", "it is #### 0.5", 1),
-        ("math__deepscaler", 4, "first 3, then 4.", 1),
-        ("math__deepscaler", "4", "first 4, then 3.", 0),
-        ("math__deepscaler", "4", "no idea", 0),
-        ("math__deepscaler", "4", r"\boxed{" + "9" * 5000 + "}", 0),
-        ("logic__zebra_puzzle", ZEBRA, RIGHT_JSON, 1),
-        ("logic__zebra_puzzle", ZEBRA, "```json\n" + json.dumps({"rows": [["1", "Bob", "cat"]]}) + "\n```", 2 / 6),
-        ("logic__zebra_puzzle", ZEBRA, "<answer>[1, 2]</answer>", 0),
-        ("logic__zebra_puzzle", ZEBRA, "", 0),
-        ("logic__ordering_puzzle", ["a", "b"], "<answer>['A', 'b']</answer>", 1),
-        ("logic__ordering_puzzle", ["a", "b"], "<answer>['b', 'a']</answer>", 0),
-        ("logic__ordering_puzzle", ["a", "b"], "<answer>['a', 'b', 'c']</answer>", 0),
-        ("logic__graph_logical", "Alpha", "<answer>beta</answer> no: <answer> alpha </answer>", 1),
-        ("logic__graph_logical", "Alpha", "alpha", 0),
-        ("simulation__codeio", '{"out": [1, true]}', '```json\n{"out": [1.0, true]}\n```', 1),
-        ("simulation__codeio", {"out": [1, True]}, "<answer>{'out': [1, 1]}</answer>", 0),
-        ("simulation__codeio", "plain", "<answer>plain</answer>", 0),
-        ("table__hitab", "1,200", r"\boxed{1200}", 1),
-        ("table__hitab", "Paris", r"\boxed{paris}", 1),
-        ("table__hitab", "Paris", r"\boxed{spari}", 0),
-        ("stem__gpqa", "B", r"\boxed{B}", 1),
-        ("stem__gpqa", "B", "B", 0),
+        ("math__deepscaler", "4", 1, [r"so it is \boxed{4}"]),
+        ("math__deepscaler", r"\frac{1}{2}", 1, ["it is #### 0.5"]),
+        ("math__deepscaler", 4, 1, ["first 3, then 4."]),
+        ("math__deepscaler", "4", 0, ["first 4, then 3.", "no idea", r"\boxed{" + "9" * 5000 + "}"]),
+        ("logic__zebra_puzzle", ZEBRA, 1, [RIGHT_JSON]),
+        ("logic__zebra_puzzle", ZEBRA, 2 / 6, ["```json\n" + json.dumps({"rows": [["1", "Bob", "cat"]]}) + "\n```"]),
+        ("logic__zebra_puzzle", ZEBRA, 0, ["<answer>[1, 2]</answer>", ""]),
+        ("logic__ordering_puzzle", ["a", "b"], 1, ["<answer>['A', 'b']</answer>"]),
+        ("logic__ordering_puzzle", ["a", "b"], 0, ["<answer>['b', 'a']</answer>", "<answer>['a', 'b', 'c']</answer>"]),
+        ("logic__graph_logical", "Alpha", 1, ["<answer>beta</answer> no: <answer> alpha </answer>"]),
+        ("logic__graph_logical", "Alpha", 0, ["alpha"]),
+        ("simulation__codeio", '{"out": [1, true]}', 1, ['```json\n{"out": [1.0, true]}\n```']),
+        ("simulation__codeio", {"out": [1, True]}, 0, ["<answer>{'out': [1, 1]}</answer>"]),
+        ("simulation__codeio", "plain", 0, ["<answer>plain</answer>"]),
+        ("table__hitab", "1,200", 1, [r"\boxed{1200}"]),
+        ("table__hitab", "Paris", 1, [r"\boxed{paris}"]),
+        ("table__hitab", "Paris", 0, [r"\boxed{spari}"]),
+        ("stem__gpqa", "B", 1, [r"\boxed{B}"]),
+        ("stem__gpqa", "B", 0, ["B"]),
     ],
 )
-def test_what_a_source_pays(source: str, truth: Any, completion: str, reward: float) -> None:
-    conversation = [{"role": "assistant", "content": completion}]
-    assert paid(source, truth, completion, conversation) == pytest.approx([reward] * 2)
+def test_what_a_source_pays(source: str, truth: Any, reward: float, completions: list[str]) -> None:
+    conversations = [[{"role": "assistant", "content": completion}] for completion in completions]
+    assert paid(source, truth, *completions, *conversations) == pytest.approx([reward] * 2 * len(completions))
 
 
-def test_a_hostile_answer_costs_only_itself() -> None:
-    """Nesting, length and repetition that a reader could choke on."""
-    number = "0x" + "f" * 5000
-    hostile = [
-        f"<answer>{{'rows': [[{number}]]}}</answer>",
-        f"<answer>[{number}]</answer>",
-        "<answer>" * 50_000,
-        "[" * 90_000,
-        "```\n" * 30_000,
-        "<answer>" + "9" * 5000 + "</answer>",
-        "\\boxed{" * 9,
-    ]
-    for source, truth, right in (
+@pytest.mark.parametrize(
+    ("source", "truth", "right"),
+    [
         ("simulation", {"a": 1}, "<answer>{'a': 1}</answer>"),
         ("logic__zebra", ZEBRA, RIGHT_JSON),
         ("logic__ordering", ["a", "b"], "<answer>['a', 'b']</answer>"),
         ("stem", "x", "<answer>x</answer>"),
         ("math", "3", "<answer>3</answer>"),
-    ):
-        assert paid(source, truth, *hostile, right) == [*[0.0] * len(hostile), 1.0]
+    ],
+)
+def test_a_hostile_answer_costs_only_itself(source: str, truth: Any, right: str) -> None:
+    """Nesting, length and repetition that a reader could choke on."""
+    number, long = "0x" + "f" * 5000, "<answer>" + "9" * 5000 + "</answer>"
+    hostile = [f"<answer>{{'rows': [[{number}]]}}</answer>", f"<answer>[{number}]</answer>", long]
+    hostile += ["<answer>" * 50_000, "[" * 90_000, "```\n" * 30_000, "\\boxed{" * 9]
+    assert paid(source, truth, *hostile, right) == [*[0.0] * len(hostile), 1.0]
 
 
 def test_the_longest_prefix_pays_and_gets_its_own_rows_only() -> None:
@@ -111,12 +103,10 @@ def test_the_longest_prefix_pays_and_gets_its_own_rows_only() -> None:
     assert paid("math__mine", "1", r"\boxed{1}") == [1.0], "the one that everybody has is as it was"
 
 
-def test_there_is_no_fallback() -> None:
-    with pytest.raises(UsageError, match="No reward for data_source 'foo__bar'"):
-        paid("foo__bar", "x", "x")
-    for source in ("mat", "logic__arc", ""):
-        with pytest.raises(UsageError, match="No reward for data_source"):
-            paid(source, "x", "x")
+@pytest.mark.parametrize("source", ["foo__bar", "mat", "logic__arc", ""])
+def test_there_is_no_fallback(source: str) -> None:
+    with pytest.raises(UsageError, match=f"No reward for data_source '{source}'"):
+        paid(source, "x", "x")
 
 
 def trainer_of(train: Any = None, evaluation: Any = None, function: Any = score) -> Any:
@@ -125,10 +115,7 @@ def trainer_of(train: Any = None, evaluation: Any = None, function: Any = score)
 
 def test_a_run_is_refused_for_a_source_without_a_reward(tmp_path: Path) -> None:
     rows = load(parquet(tmp_path / "a.parquet", row(), row(data_source="foo__bar")))
-    says = (
-        r"No reward for data_source 'foo__bar' \(a\.parquet, row 2\)\. There are: codegen, logic__graph, .*; add one "
-        r'with score\.using\(\{"foo": f\}\)'
-    )
+    says = r"\(a\.parquet, row 2\)\. There are: codegen, logic__graph, .*; add one with score\.using\(\{\"foo\": f\}\)"
     for trainer in (trainer_of(rows), trainer_of(evaluation=rows), trainer_of(evaluation={"a": rows})):
         with pytest.raises(UsageError, match=says):
             check_needs(trainer)
@@ -166,30 +153,19 @@ def test_programs_need_the_switch_before_a_run(tmp_path: Path, monkeypatch: pyte
 def test_a_row_that_no_answer_fits_is_refused_before_a_run(tmp_path: Path, source: str, truth: Any, says: str) -> None:
     good = row(reward_model=json.dumps(RULE))
     bad = row(data_source=source, reward_model=json.dumps({"ground_truth": truth}))
-    where = (
-        rf"Row 2 of a dataset cannot be rewarded: ground_truth must be {says}.*\(data_source '{source}', which begins"
-    )
+    where = rf"Row 2 of a dataset cannot be rewarded: ground_truth must be {says}.*'{source}', which begins"
     with pytest.raises(UsageError, match=where):
         check_needs(trainer_of(load(parquet(tmp_path / "a.parquet", good, bad))))
     with pytest.raises(ValueError, match="ground_truth must be"):
         paid(source, truth, "x")
 
 
+ODD = ["", "[]", "{}", "NaN", "9" * 5000, "1e999", '{"rows": [["1"]]}', "['Ann']", "assert f() == 1"]
+KEYS = st.text(max_size=2) | st.sampled_from(["rows", "inputs", "outputs", "fn_name", "functional"])
+NUMBERS = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 DATA = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5)
-    | st.sampled_from(["", "[]", "{}", "NaN", "9" * 5000, "1e999", '{"rows": [["1"]]}', "['Ann']", "assert f() == 1"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=2) | st.sampled_from(["rows", "inputs", "outputs", "fn_name", "functional"]),
-            inner,
-            max_size=3,
-        )
-    ),
+    st.none() | NUMBERS | st.text(max_size=5) | st.sampled_from(ODD),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 RULES = [(one.rule, one.reads) for one in BUILT_IN.values() if hasattr(one, "rule")]
@@ -268,8 +244,7 @@ def test_inputs_and_outputs_of_a_program(
     outputs: list[str], code: int, reward: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_code(source: str, *, stdin: str, limits: Any) -> Any:
-        total = sum(map(int, stdin.split()))
-        return SimpleNamespace(exit_code=code, stdout=f"{total} \n")
+        return SimpleNamespace(exit_code=code, stdout=f"{sum(map(int, stdin.split()))} \n")
 
     monkeypatch.setattr(built_in, "run_code", run_code)
     truth = {"inputs": ["1 2\n", "3\n4\n" + "0 " * 60_000], "outputs": outputs}

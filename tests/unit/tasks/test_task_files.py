@@ -64,12 +64,13 @@ def test_all_forms_name_the_same_files(given: Any) -> None:
 def test_a_path_alone_is_of_the_task_in_its_name() -> None:
     assert files_by_task(str(MATH)) == files_by_task(MATH) == {"math": [MATH]}
     assert files_by_task(LOGIC) == {"logic": [LOGIC]}
+    odd = "!!python/object/apply:os.system [x]"  # no list and no mapping: a path, however odd
+    assert list(files_by_task(odd).values()) == [[Path(odd)]]
 
 
 def test_files_of_one_domain_are_one_task() -> None:
-    assert files_by_task(["math__a.parquet", "math__b.parquet"]) == {
-        "math": [Path("math__a.parquet"), Path("math__b.parquet")]
-    }
+    names = ["math__a.parquet", "math__b.parquet"]
+    assert files_by_task(names) == {"math": [Path(name) for name in names]}
 
 
 @pytest.mark.parametrize(
@@ -77,24 +78,18 @@ def test_files_of_one_domain_are_one_task() -> None:
     [
         ("{math:/a.parquet}", "YAML needs a space after the colon"),
         ("{math: a.parquet, math: b.parquet}", "Task 'math' is there twice"),
-        ("{math: a.parquet", "cannot be read as YAML"),
-        ("[" * 5000 + "]" * 5000, "cannot be read as YAML"),
         ("[" + "a," * LARGEST + "]", "at most 1,048,576 bytes"),
-        ("{math: 3}", "must be a path or a list of paths"),
-        ("{math: {deep: a.parquet}}", "must be a path or a list of paths"),
         ("{3: a.parquet}", "The name of a task must be a text, got 3"),
         ("{math: []}", "Task 'math' has no file"),
-        ("!!python/object/apply:os.system [x]", None),
+        *((text, "cannot be read as YAML") for text in ("{math: a.parquet", "[" * 5000 + "]" * 5000)),
         ("{math: !!python/name:os.system ''}", "cannot be read as YAML"),
-        ("[]", "There is no file to read"),
-        ({}, "There is no file to read"),
-        ([""], "must be a path or a list of paths"),
-        (3, "must be a path or a list of paths"),
+        *(
+            (given, "must be a path or a list of paths")
+            for given in ("{math: 3}", "{math: {deep: a.parquet}}", [""], 3)
+        ),
+        *((given, "There is no file to read") for given in ("[]", {})),
     ],
 )
-def test_what_names_no_files_is_refused_with_a_sentence(given: Any, says: str | None) -> None:
-    if says is None:  # no list and no mapping: a path, however odd
-        assert list(files_by_task(given).values()) == [[Path(given)]]
-        return
+def test_what_names_no_files_is_refused_with_a_sentence(given: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         files_by_task(given)
