@@ -51,12 +51,16 @@ def from_result(run: ArchivedRun) -> dict[int, float]:
     return dict(zip(table["step"], table["reward"], strict=True))
 
 
+def rewards_in(folder: Path) -> list[Any]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events.Tensors("train/reward")
+
+
 def from_board(run: ArchivedRun) -> dict[int, float]:
     with Board(run.root) as board:
         board.update()
-    events = EventAccumulator(str(run.run.board / "run"))
-    events.Reload()
-    found = [(event.step, make_ndarray(event.tensor_proto).item()) for event in events.Tensors("train/reward")]
+    found = [(event.step, make_ndarray(event.tensor_proto).item()) for event in rewards_in(run.run.board / "run")]
     assert len(found) == len(dict(found)), "one point a step"
     return {step: pytest.approx(value) for step, value in found}
 
@@ -104,14 +108,8 @@ def test_the_file_keeps_everything_and_says_from_where_the_run_goes_on(run: Arch
     marker, step = map(json.loads, added)
     assert (marker["step"], marker["resumed"], step["step"]) == (2, True, 3)
     found = entries.read(run.run.metrics)
-    assert [(one["step"], one.get("eval_version")) for one in found] == [
-        (1, None),
-        (1, 0),
-        (2, None),
-        (2, 1),
-        (3, 2),  # the evaluation of a version that stays
-        (3, None),
-    ]
+    versions = [(one["step"], one.get("eval_version")) for one in found]
+    assert versions == [(1, None), (1, 0), (2, None), (2, 1), (3, 2), (3, None)], "version 2 stays, with its evaluation"
 
 
 def test_a_resume_that_repeats_nothing_writes_no_line(tmp_path: Path) -> None:
@@ -135,6 +133,4 @@ def test_tensorboard_forgets_the_steps_that_are_trained_again(tmp_path: Path) ->
             state.global_step = step
             callback.on_log(arguments, state, control, logs={"reward": step + begin / 10})
         callback.on_train_end(arguments, state, control)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Tensors("train/reward")] == [1, 2]
+    assert [event.step for event in rewards_in(tmp_path / "tensorboard")] == [1, 2]

@@ -28,9 +28,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def data_of(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*)</script>', page.read_text())
-    assert found is not None
-    return json.loads(found[1])
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*)</script>', page.read_text())[1])
+
+
+def page_of(run: ArchivedRun) -> Path:
+    page = run.root.with_name("page.html")
+    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
+    return page
 
 
 def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,11 +47,10 @@ def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_functions_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, page = ArchivedRun(tmp_path), tmp_path / "page.html"
+    run = ArchivedRun(tmp_path)
     run.use(1, [0], reward_names=("right", "right"))
     assert "right 1  right (2) 0.5" in shown(capsys, run.root)
-    shown(capsys, run.root, "--html", page)
-    data = data_of(page)
+    data = data_of(page_of(run))
     assert data["rewards"] == ["right", "right (2)"] and data["rows"][0][7:] == [1.0, 0.5]
 
 
@@ -107,9 +110,7 @@ def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsy
     text = shown(capsys, run.root)
     assert "prompt: question 0, seen" in text and "answer: answer 0" in text
     assert "prompt: it rains" in text and "prompt: it snows" in text
-    page = tmp_path / "page.html"
-    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
-    data = data_of(page)
+    data = data_of(page_of(run))
     assert [about["prompt"] for about in data["groups"]] == ["question 1", "question 0, seen"]
     assert [row[5] for row in data["rows"]][:2] == [[["prompt", "it rains"]], [["prompt", "it snows"]]]
     assert main(["queue", str(run.root), "show", "1"]) == 0
@@ -156,20 +157,16 @@ def test_turn_rewards_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_dialogue_is_on_the_page_by_its_turns(tmp_path: Path) -> None:
-    run, page = ArchivedRun(tmp_path), tmp_path / "page.html"
+    run = ArchivedRun(tmp_path)
     calls = [{"type": "function", "function": {"name": "search", "arguments": {"query": "sea"}}}]
     asks = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "name": "search", "content": HOSTILE}
     completions = [[asks, result, {"role": "assistant", "content": "four"}], [{"role": "assistant", "content": "no"}]]
     counts, rewards = np.array([2, 1], np.int32), np.array([0.25, np.nan, 0.0], np.float32)
     run.use(1, [0], completions=completions, turn_counts=counts, turn_rewards=rewards)
-    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
-    (parts,) = data_of(page)["dialogues"].values()
-    assert [(role, reward, side) for role, _, reward, side in parts] == [
-        ("assistant", 0.25, 1),
-        ("tool", None, 0),
-        ("assistant", None, 0),
-    ]
+    (parts,) = data_of(page_of(run))["dialogues"].values()
+    found = [(role, reward, side) for role, _, reward, side in parts]
+    assert found == [("assistant", 0.25, 1), ("tool", None, 0), ("assistant", None, 0)]
     assert 'search({"query": "sea"})' in parts[0][1]
 
 
@@ -195,8 +192,7 @@ def test_messages_and_tool_calls_are_readable() -> None:
 def test_the_page_holds_the_rollouts_and_nothing_of_them_as_markup(tmp_path: Path) -> None:
     run = three_steps(tmp_path)
     run.use(4, [7], completions=[HOSTILE, "plain"], prompt=HOSTILE, reward_names=("<b>right</b>", "format"))
-    page = tmp_path / "page.html"
-    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
+    page = page_of(run)
     text = page.read_text()
     assert text.isascii() or "owned" not in re.sub(r"[\x00-\x7f]", "", text)
     assert text.count("<script") == 2 and text.count("</script>") == 2 and 'onerror="document' not in text
@@ -218,9 +214,7 @@ def test_images_are_named_on_the_screen_and_shown_on_the_page(
     run.use(1, [0], completions=["a", looked], prompt=prompt)
     screen = shown(capsys, run.root)
     assert "[user] <image><image><image><image>see" in screen and "[tool] <image>" in screen
-    page = tmp_path / "page.html"
-    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
-    data = data_of(page)
+    data = data_of(page_of(run))
     assert data["groups"][0]["images"] == ["data:image/png;base64," + b64encode(png).decode()]
     assert sorted(row[6] for row in data["rows"]) == [[], ["data:image/gif;base64," + b64encode(b"GIF89a").decode()]]
 

@@ -71,17 +71,11 @@ def start(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     actors = []
 
     def begin(name: str, what: str, stall_after_s: float = 1000.0) -> subprocess.Popen[str]:
-        state = run.read_state()
-        assert state is not None
-        actor = subprocess.Popen(
-            [sys.executable, "-c", ACTOR, str(run.root), name, state.run_id, what, str(stall_after_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(SRC)},
-        )
+        arguments = [str(run.root), name, run.read_state().run_id, what, str(stall_after_s)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": str(SRC)}}
+        actor = subprocess.Popen([sys.executable, "-c", ACTOR, *arguments], text=True, **pipes)
         actors.append(actor)
-        assert actor.stdout is not None and actor.stdout.readline() == "ready\n"
+        assert actor.stdout.readline() == "ready\n"
         return actor
 
     yield begin
@@ -93,7 +87,7 @@ def start(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def text_of(picture: RenderableType, width: int = 80) -> str:
     console = Console(file=StringIO(), width=width, highlight=False)
     console.print(picture)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width
     return text
 
@@ -123,9 +117,8 @@ def test_a_live_run(run: RunDir, start: Callable[..., Any]) -> None:
         (run.root / "queue" / f"{name}.safetensors").touch()
     now = time.monotonic()
     half = {"async/rollouts_per_second": 50.0, "async/staleness_mean": 1.5, "async/staleness_max": 3.0}
-    log_steps(
-        run, [{"step": 39, "monotonic_s": now, "reward": 0.25, **half}, {"step": 40, "monotonic_s": now + 0.2, **half}]
-    )
+    last = {"step": 40, "monotonic_s": now + 0.2, **half}
+    log_steps(run, [{"step": 39, "monotonic_s": now, "reward": 0.25, **half}, last])
     view = look(run.root)
     assert (view.state, view.step, view.total_steps, view.num_workers) == (TRAINING, 40, 100, 2)
     assert view.live and view.sentence == "the run is training."
@@ -158,8 +151,8 @@ def test_loading(run: RunDir, start: Callable[..., Any]) -> None:
     start("server", LOADING)
     view = look(run.root)
     assert (view.state, view.total_steps) == (LOADING, None)
-    assert "the parameter server is loading my_trainer.py" in text_of(report(view))
-    assert "the parameter server is loading my_trainer.py" in text_of(panel(view))
+    for picture in (report(view), panel(view)):
+        assert "the parameter server is loading my_trainer.py" in text_of(picture)
 
 
 def test_a_run_whose_server_was_killed(run: RunDir, start: Callable[..., Any], capsys: Any) -> None:
@@ -204,9 +197,8 @@ def test_a_resumed_run_does_not_show_the_dead_of_the_one_before(run: RunDir, sta
     assert look(run.root).workers == ()
     assert "no live worker" in look(run.root).sentence
     assert look(run.root).bottleneck == "no worker is alive: start one with `async-grpo worker`"
-    state = run.read_state()
-    assert state is not None
-    with_nodes = replace(state.plan, launch=replace(state.plan.launch, ray="auto"))
+    plan = run.read_state().plan
+    with_nodes = replace(plan, launch=replace(plan.launch, ray="auto"))
     assert "log_nodes.txt says why no node has any" in with_nodes.way_to_workers
 
 
@@ -223,35 +215,33 @@ def test_a_run_that_is_resumed_starts_and_is_not_dead(run: RunDir, start: Callab
 # --- bad input: a sentence each
 
 
-def test_what_is_no_run_is_refused_with_a_sentence_and_exit_code_2(tmp_path: Path, capsys: Any) -> None:
-    def refusal(path: Path) -> str:
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (None, "no run.json"),
+        ('{"format": 4, "run_', "is not valid JSON"),
+        ('{"format": 99}', "another version"),
+        ('{"format": 4, "surprise": 2}', "not the record of a run"),
+    ],
+)
+def test_what_is_no_run_is_refused_with_a_sentence_and_exit_code_2(
+    record: str | None, says: str, tmp_path: Path, capsys: Any
+) -> None:
+    if record is not None:
+        (tmp_path / "run.json").write_text(record)
+    refused = {tmp_path: says, tmp_path / "nowhere": "does not exist, so no run has begun there (yet)"}
+    for path, sentence in {**refused, Path(__file__): "is a file"}.items():
         assert main(["status", str(path)]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        return captured.err
-
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    assert "does not exist, so no run has begun there (yet)" in refusal(tmp_path / "nowhere")
-    assert "is a file" in refusal(tmp_path / "file")
-    assert "no run.json" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 4, "run_')
-    assert "is not valid JSON" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 99}')
-    assert "another version" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 4, "surprise": 2}')
-    assert "not the record of a run" in refusal(tmp_path / "folder")
+        said = capsys.readouterr()
+        assert sentence in said.err and said.out == ""
 
 
-def test_workers_that_wait_where_no_run_is_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_wait_where_no_run_is_yet(tmp_path: Path) -> None:
     (tmp_path / "alive").mkdir()
     lock = worker_lock(tmp_path, WorkerId(1))
     assert lock.try_acquire({"torch_device": "cpu"})
-    try:
-        with pytest.raises(RunDirError, match="dev1 wait for a parameter server"):
-            look(tmp_path)
-    finally:
-        lock.release()
+    with lock, pytest.raises(RunDirError, match="dev1 wait for a parameter server"):
+        look(tmp_path)
 
 
 def test_a_directory_of_somebody_else(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +329,8 @@ def test_rates_are_of_the_last_minute_read_from_the_end(tmp_path: Path) -> None:
     assert run_log.rates([], now=1.0) is None
 
 
-SHARES = Shares(
-    window_s=60.0, workers=2, trainer_waits=0.41, workers_busy=0.95, workers_scoring=0.1, max_staleness=4, on_cpu=False
-)
+BUSY = {"trainer_waits": 0.41, "workers_busy": 0.95, "workers_scoring": 0.1}
+SHARES = Shares(window_s=60.0, workers=2, max_staleness=4, on_cpu=False, **BUSY)
 
 
 @pytest.mark.parametrize(
