@@ -97,9 +97,8 @@ def test_in_a_notebook_the_panel_takes_the_place_of_the_output(
 ) -> None:
     (tmp_path / "mine.py").write_text("def get_trainer(): ...")
     started: dict[str, Any] = {}
-    monkeypatch.setattr(
-        trainer_module, "CommandChild", lambda command, payload, **how: started.update(how, command=command)
-    )
+    child = lambda command, payload, **how: started.update(how, command=command)  # noqa: E731
+    monkeypatch.setattr(trainer_module, "CommandChild", child)
     monkeypatch.setattr(AsyncGRPO, "_await_beginning", lambda *_: None)
     handle = AsyncGRPO(tmp_path / "mine.py", run_dir=tmp_path / "w", **options).start()
     assert started["only_errors"] is has_panel and (handle._panel is not None) is has_panel

@@ -106,16 +106,19 @@ def test_without_its_sender_the_setup_file_says_what_it_needs() -> None:
         received("build")
 
 
-def test_a_file_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ours").write_bytes(b"{}\n" + pickle.dumps(Touches(tmp_path / "touched")))
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
+def refuses_to_unpickle(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(given))
     with pytest.raises(SetupFileError, match="is in no file"):
         received("build")
+
+
+def test_a_file_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours").write_bytes(b"{}\n" + pickle.dumps(Touches(tmp_path / "touched")))
+    refuses_to_unpickle(tmp_path / "ours", monkeypatch)
     unsealed = os.memfd_create("another")
     monkeypatch.setenv(VARIABLE, str(unsealed))
     pass_on(os.environ)
-    with pytest.raises(SetupFileError, match="is in no file"):
-        received("build")
+    refuses_to_unpickle(os.environ[VARIABLE], monkeypatch)
     os.close(unsealed)
     assert not (tmp_path / "touched").exists()
 
@@ -124,14 +127,10 @@ def test_neither_a_named_pipe_nor_the_memory_of_another_user_is_waited_for_or_un
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "pipe"))
-    with pytest.raises(SetupFileError, match="is in no file"):
-        received("build")
+    refuses_to_unpickle(tmp_path / "pipe", monkeypatch)
     descriptor = in_memory(b"{}\n" + pickle.dumps(Touches(tmp_path / "touched")))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setenv(VARIABLE, f"/proc/self/fd/{descriptor}")
-    with pytest.raises(SetupFileError, match="is in no file"):
-        received("build")
+    refuses_to_unpickle(f"/proc/self/fd/{descriptor}", monkeypatch)
     os.close(descriptor)
     assert not (tmp_path / "touched").exists()
 

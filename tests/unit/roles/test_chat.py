@@ -76,8 +76,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+Talks = Callable[..., ChatDialogue]
+
+
 @pytest.fixture
-def dialogue(tmp_path: Path) -> Callable[..., ChatDialogue]:
+def dialogue(tmp_path: Path) -> Talks:
     def make(template: str | None = TEMPLATE, **options: Any) -> ChatDialogue:
         return ChatDialogue(save(tmp_path / "saved", template), "cpu", ChatOptions(**options))
 
@@ -99,15 +102,15 @@ def test_a_run_means_its_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_at(run.root) == newest
 
 
-@pytest.mark.parametrize("made", ["nothing", "a folder", "checkpoints"])
-def test_what_is_no_checkpoint_is_refused(made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "folder"
-    says = {"nothing": "There is no folder", "a folder": "is not a checkpoint", "checkpoints": "checkpoint-7."}[made]
-    if made != "nothing":
-        folder.mkdir()
-    if made == "checkpoints":
-        (folder / "checkpoint-7").mkdir()
-    assert main(["chat", str(folder), "--device", "cpu"]) == 2
+@pytest.mark.parametrize(
+    ("made", "says"), [(None, "There is no folder"), ("", "is not a checkpoint"), ("checkpoint-7", "checkpoint-7.")]
+)
+def test_what_is_no_checkpoint_is_refused(
+    made: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if made is not None:
+        (tmp_path / "folder" / made).mkdir(parents=True)
+    assert main(["chat", str(tmp_path / "folder"), "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -156,7 +159,7 @@ def test_an_adapter_without_a_named_base_says_what_to_do(tmp_path: Path, capsys:
     assert "base_model_name_or_path" in capsys.readouterr().err
 
 
-def test_a_dialogue_is_kept(dialogue: Callable[..., ChatDialogue], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dialogue_is_kept(dialogue: Talks, capsys: pytest.CaptureFixture[str]) -> None:
     talks = dialogue(system="be brief")
     scripted = Scripted(talks, "yes", "no")
     talks.answer("one")
@@ -167,7 +170,7 @@ def test_a_dialogue_is_kept(dialogue: Callable[..., ChatDialogue], capsys: pytes
 
 
 def test_without_a_chat_template_each_text_stands_alone(
-    dialogue: Callable[..., ChatDialogue], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dialogue: Talks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue(None)
     scripted = Scripted(talks, "x", "y")
@@ -179,7 +182,7 @@ def test_without_a_chat_template_each_text_stands_alone(
 
 
 def test_a_line_that_is_no_utf_8_is_answered(
-    dialogue: Callable[..., ChatDialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue(None)
     Scripted(talks, "yes", "no")
@@ -190,7 +193,7 @@ def test_a_line_that_is_no_utf_8_is_answered(
 
 
 def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dialogue(
-    dialogue: Callable[..., ChatDialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue()
     scripted = Scripted(talks, "one two three", "fin", stopped_after=7)
@@ -203,7 +206,7 @@ def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dial
 
 
 def test_what_is_longer_than_the_model_reads_is_refused_and_the_dialogue_goes_on(
-    dialogue: Callable[..., ChatDialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue()
     scripted = Scripted(talks, "fin")

@@ -37,10 +37,7 @@ def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, mo
         for version in range(2):
             weights.publish(version, str(version))
             with open_remote_memory(run.weights_handle) as worker, worker.lease() as seen:
-                assert {name: seen[name].flatten()[0].item() for name in ("weight", "bias")} == {
-                    "weight": version,
-                    "bias": version,
-                }
+                assert [seen[name].flatten()[0].item() for name in ("weight", "bias")] == [version] * 2
 
 
 OF_HEAD = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "eta": 0.2}
@@ -126,11 +123,8 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
     """Where `--eval-replicates` is another one now, or a problem that had failed has its answers."""
 
     def evaluate(replicates: int) -> None:
-        monkeypatch.setattr(
-            evaluator,
-            "_beginning",
-            lambda server: lambda version, sampling: Answered(version, replicates, problem=version),
-        )
+        begin = lambda version, sampling: Answered(version, replicates, problem=version)  # noqa: E731
+        monkeypatch.setattr(evaluator, "_beginning", lambda server: begin)
         server: Any = SimpleNamespace(
             run=run,
             plan=planned(tmp_path, models=("a", "b")),

@@ -18,9 +18,11 @@ from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
 from kit.plans import planned
 
+Serve = Callable[[Callable[..., Any]], str]
+
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], str]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Run a server in `tmp_path/worker` that trains as the function given to it does."""
     monkeypatch.setattr(parameter_server, "StopRequest", type("S", (), {"install": lambda self: self}))
     monkeypatch.setattr(parameter_server, "write_stacks_on_signal", lambda path: None)
@@ -34,20 +36,17 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable
     return serve
 
 
-def test_a_server_that_fails_while_it_loads_says_so_in_its_files(
-    tmp_path: Path, serve: Callable[[Callable[..., Any]], str]
-) -> None:
+def test_a_server_that_fails_while_it_loads_says_so_in_its_files(tmp_path: Path, serve: Serve) -> None:
     def fail(*_: object) -> None:
         raise RunDirError("no")
 
     with pytest.raises(RunDirError):
         serve(fail)
-    state = RunDir(tmp_path / "worker").read_state()
-    assert state is not None and state.state == runs.FAILED
+    assert RunDir(tmp_path / "worker").read_state().state == runs.FAILED
 
 
 def test_a_worker_waits_for_this_servers_weights_and_takes_no_file_of_a_killed_one_for_them(
-    tmp_path: Path, serve: Callable[[Callable[..., Any]], str]
+    tmp_path: Path, serve: Serve
 ) -> None:
     handle = RunDir(tmp_path / "worker").weights_handle
     handle.write_text("{}")
@@ -61,7 +60,7 @@ def test_a_worker_waits_for_this_servers_weights_and_takes_no_file_of_a_killed_o
 
 @pytest.mark.parametrize("reason", [RunDirError("it is of another model"), SystemExit(143)])
 def test_a_resume_that_is_refused_or_stopped_while_it_loads_changes_nothing(
-    tmp_path: Path, serve: Callable[[Callable[..., Any]], str], reason: BaseException
+    tmp_path: Path, serve: Serve, reason: BaseException
 ) -> None:
     def refuse(*_: object) -> None:
         assert RunDir(tmp_path / "worker").state_of(None).plan.num_workers == 7, "what the refused run would have"
@@ -78,9 +77,7 @@ def test_a_resume_that_is_refused_or_stopped_while_it_loads_changes_nothing(
     assert run.summary.read_text() == "of the training"
 
 
-def test_a_server_whose_directory_another_run_has_now_leaves_that_run_alone(
-    tmp_path: Path, serve: Callable[[Callable[..., Any]], str]
-) -> None:
+def test_a_server_whose_directory_another_run_has_now_leaves_that_run_alone(tmp_path: Path, serve: Serve) -> None:
     root = tmp_path / "worker"
 
     def lose_the_directory(options: object, run: RunDir, state: object, stop: object, lock: KernelLock) -> None:
@@ -92,24 +89,21 @@ def test_a_server_whose_directory_another_run_has_now_leaves_that_run_alone(
     with pytest.raises(QueueError, match="another process has it now"):
         serve(lose_the_directory)
     state = RunDir(root).read_state()
-    assert state is not None and (state.run_id, state.state) == ("another", runs.RUNNING)
+    assert (state.run_id, state.state) == ("another", runs.RUNNING)
     assert not (root / "summary.json").exists()
 
 
-def test_a_server_whose_lock_another_server_of_the_same_run_has_writes_nothing(
-    tmp_path: Path, serve: Callable[[Callable[..., Any]], str]
-) -> None:
+def test_a_server_whose_lock_another_server_of_the_same_run_has_writes_nothing(tmp_path: Path, serve: Serve) -> None:
     def lose_the_lock(options: object, run: RunDir, state: object, stop: object, lock: KernelLock) -> None:
         lock.release()
         raise QueueError("lost")
 
     with pytest.raises(QueueError):
         serve(lose_the_lock)
-    state = RunDir(tmp_path / "worker").read_state()
-    assert state is not None and state.state == runs.RUNNING
+    assert RunDir(tmp_path / "worker").read_state().state == runs.RUNNING
 
 
-def test_a_server_whose_directory_is_gone_says_that(tmp_path: Path, serve: Callable[[Callable[..., Any]], str]) -> None:
+def test_a_server_whose_directory_is_gone_says_that(tmp_path: Path, serve: Serve) -> None:
     def delete(options: object, run: RunDir, *_: object) -> None:
         shutil.rmtree(run.root)
         (run.root / "queue" / "x").read_bytes()

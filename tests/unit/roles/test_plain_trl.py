@@ -21,35 +21,46 @@ from async_grpo.setup.process import StopRequest
 TRAINER: Any = SimpleNamespace()  # nothing of it may be touched
 
 
-def write(run_dir: Path, **values: Any) -> None:
+def write(run_dir: Path, step: int, total_steps: int = 40, saved: int = 0, state: str = "running") -> None:
+    run_dir.mkdir(exist_ok=True)
+    values = {"state": state, "step": step, "total_steps": total_steps, "saved": saved}
     (run_dir / PROGRESS).write_text(json.dumps(values))
+
+
+class Trains:
+    """A trainer that keeps what it is resumed from."""
+
+    def __init__(self, output: Path, **checkpoints: str | None) -> None:
+        """`checkpoints`: by name, the state that is in each; `None`: it has none."""
+        for name, state in checkpoints.items():
+            (output / name).mkdir(parents=True)
+            if state is not None:
+                (output / name / "trainer_state.json").write_text(state)
+        self.args, self.resumed = SimpleNamespace(output_dir=str(output)), list[str | None]()
+
+    def add_callback(self, callback: object) -> None: ...
+
+    def train(self, resume_from_checkpoint: str | None) -> None:
+        self.resumed.append(resume_from_checkpoint and Path(resume_from_checkpoint).name)
 
 
 def test_progress_is_what_the_file_says(tmp_path: Path) -> None:
     assert read_progress(tmp_path) is None
-    write(tmp_path, state="running", step=3, total_steps=9, saved=0)
+    write(tmp_path, 3, 9)
     assert read_progress(tmp_path) == PlainProgress("running", 3, 9, 0)
-    write(tmp_path, state="running", step="three")
+    (tmp_path / PROGRESS).write_text('{"state": "running", "step": "three"}')
     with pytest.raises(RunDirError, match="Choose another --run-dir"):
         read_progress(tmp_path)
 
 
 def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
-    output, seen = tmp_path / "output", []
-    for step, state in ((9, "{}"), (10, "{}"), (20, '{"global_st'), (30, None)):
-        (output / f"checkpoint-{step}").mkdir(parents=True)
-        if state is not None:
-            (output / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(output_dir=str(output)),
-        add_callback=lambda callback: None,
-        train=lambda resume_from_checkpoint: seen.append(resume_from_checkpoint),
-    )
+    states = {"checkpoint-9": "{}", "checkpoint-10": "{}", "checkpoint-20": '{"global_st', "checkpoint-30": None}
+    trainer = Trains(tmp_path / "output", **states)
     (tmp_path / "run").mkdir()
     train(trainer, tmp_path / "run")
-    write(tmp_path / "run", state="running", step=31, total_steps=40, saved=30)
+    write(tmp_path / "run", 31, saved=30)
     train(trainer, tmp_path / "run")
-    assert seen == [None, str(output / "checkpoint-10")]
+    assert trainer.resumed == [None, "checkpoint-10"]
 
 
 @pytest.mark.parametrize(
@@ -59,34 +70,24 @@ def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path)
 def test_why_a_run_failed_is_written_down_and_a_stop_is_no_failure(
     error: BaseException, why: str, tmp_path: Path
 ) -> None:
-    def fails(resume_from_checkpoint: object) -> None:
-        write(tmp_path / "run", state="running", step=3, total_steps=9, saved=0)
-        raise error
+    class Fails(Trains):
+        def train(self, resume_from_checkpoint: object) -> None:
+            write(tmp_path / "run", 3)
+            raise error
 
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(output_dir=str(tmp_path)), add_callback=lambda callback: None, train=fails
-    )
     (tmp_path / "run").mkdir()
     with pytest.raises(type(error)):
-        train(trainer, tmp_path / "run")
-    assert read_progress(tmp_path / "run") == PlainProgress("running", 3, 9, 0, why)
+        train(Fails(tmp_path), tmp_path / "run")
+    assert read_progress(tmp_path / "run") == PlainProgress("running", 3, 40, 0, why)
 
 
 def test_a_checkpoint_that_was_written_and_not_noted_counts_and_a_lost_one_is_said(tmp_path: Path) -> None:
     """With save_total_limit=1 the one before is gone by then."""
-    output, seen = tmp_path / "output", []
-    (output / "checkpoint-20").mkdir(parents=True)
-    (output / "checkpoint-20" / "trainer_state.json").write_text("{}")
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(output_dir=str(output)),
-        add_callback=lambda callback: None,
-        train=lambda resume_from_checkpoint: seen.append(resume_from_checkpoint),
-    )
-    (tmp_path / "run").mkdir()
-    write(tmp_path / "run", state="running", step=20, total_steps=40, saved=10)
+    trainer = Trains(tmp_path / "output", **{"checkpoint-20": "{}"})
+    write(tmp_path / "run", 20, saved=10)
     train(trainer, tmp_path / "run")
-    assert seen == [str(output / "checkpoint-20")]
-    write(tmp_path / "run", state="running", step=21, total_steps=40, saved=10)
+    assert trainer.resumed == ["checkpoint-20"]
+    write(tmp_path / "run", 21, saved=10)
     with pytest.raises(RunDirError, match="21 steps, but its checkpoint-10 is not in"):
         train(trainer, tmp_path / "run")
 
@@ -105,7 +106,7 @@ def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> 
 
     trainer.train = begin
     trainer.callback_handler = SimpleNamespace(on_train_end=lambda *given: callbacks[0].on_train_end(*given))
-    write(tmp_path, state="running", step=9, total_steps=9, saved=0)
+    write(tmp_path, 9, 9)
     train(trainer, tmp_path)
     assert read_progress(tmp_path) == PlainProgress("finished", 9, 9, 0)
 
@@ -114,18 +115,10 @@ def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> 
 def test_checkpoints_of_another_run_in_the_same_folder_are_left_alone(
     saved: int, expected: str | None, tmp_path: Path
 ) -> None:
-    output, seen = tmp_path / "output", []
-    for step in (5, 100):
-        (output / f"checkpoint-{step}").mkdir(parents=True)
-        (output / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(output_dir=str(output)),
-        add_callback=lambda callback: None,
-        train=lambda **how: seen.append(how),
-    )
-    write(tmp_path, state="running", step=7, total_steps=200, saved=saved)
+    trainer = Trains(tmp_path / "output", **{"checkpoint-5": "{}", "checkpoint-100": "{}"})
+    write(tmp_path, 7, 200, saved=saved)
     train(trainer, tmp_path)
-    assert seen == [{"resume_from_checkpoint": expected and str(output / expected)}]
+    assert trainer.resumed == [expected]
 
 
 def test_what_it_has_saved_is_written_down_and_a_full_disk_does_not_end_it(
@@ -156,7 +149,7 @@ def test_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:
 
 
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:
-    write(tmp_path, state="finished", step=9, total_steps=9, saved=0)
+    write(tmp_path, 9, 9, state="finished")
     with pytest.raises(RunDirError, match="a run that has finished"):
         train(TRAINER, tmp_path)
     (tmp_path / "run.json").write_text("{}")

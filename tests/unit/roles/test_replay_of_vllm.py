@@ -22,19 +22,11 @@ def trainer_with(top_k: int = 20) -> Any:
     return SimpleNamespace(args=SimpleNamespace(**args, generation_kwargs=None, vllm_structured_outputs_regex=None))
 
 
-def check(
-    to: str,
-    run: str,
-    *,
-    generator: str | None = "vllm",
-    resolved: str | None = None,
-    top_k: int = 20,
-    before: tuple[Sampler | None, ...] = (),
-) -> None:
+def check(to: str, run: str, *, generator: str | None = "vllm", top_k: int = 20, **found: Any) -> None:
     """Check the sampler of a run whose last process did not record how it sampled, and those `before` a resume."""
     plan = planned(generator=generator, correction=run)
-    state = RunState(run_id="r", state=FINISHED, started="", plan=plan, generator=resolved)
-    processes = [ServerProcess(None, 4, sampled) for sampled in (*before, None)]
+    state = RunState(run_id="r", state=FINISHED, started="", plan=plan, generator=found.get("resolved"))
+    processes = [ServerProcess(None, 4, sampled) for sampled in (*found.get("before", ()), None)]
     sampled = replay._sampled(processes, trainer_with(top_k), state)
     replay._check_groups_suit(rule(to, None, None, None), sampled)
 
@@ -65,17 +57,15 @@ def test_a_run_that_does_not_say_what_sampled_it_is_replayed_with_a_warning(warn
 
 
 @pytest.mark.parametrize(
-    ("generator", "correction", "top_k", "resumed"),
+    "resumed",
     [
-        ("vllm", "none", 20, {"generator": "hf", "run": "none"}),
-        ("vllm", "none", 20, {"generator": "vllm", "run": "bypass"}),  # only later groups name the tokens
-        ("vllm", "none", 20, {"generator": "vllm", "run": "none", "top_k": 0}),
+        {"generator": "hf", "run": "none"},
+        {"generator": "vllm", "run": "bypass"},  # only later groups name the tokens
+        {"generator": "vllm", "run": "none", "top_k": 0},
     ],
 )
-def test_groups_of_before_a_resume_are_judged_by_how_they_were_sampled(
-    tmp_path: Path, generator: str, correction: str, top_k: int, resumed: dict[str, Any]
-) -> None:
-    before = sampled_with(trainer_with(top_k), correction, generator)
+def test_groups_of_before_a_resume_are_judged_by_how_they_were_sampled(tmp_path: Path, resumed: dict[str, Any]) -> None:
+    before = sampled_with(trainer_with(20), "none", "vllm")
     with pytest.raises(UnsupportedError, match=r"none with top_k=20 for a part of it \(a resume changed that\)"):
         check("decoupled", **resumed, before=(_written_and_read(tmp_path, before),))
     check("none", **resumed, before=(before,))

@@ -52,32 +52,22 @@ def test_jobs_are_handed_back_even_if_the_main_thread_does_not_come_to_its_end(
     ):
         server.submit(Job(run_id=RUN, seq=0, row={}, num_generations=1, seed=0, born_version=0, min_version=0))
         assert len(queue.claim(1)) == 1
-        if error is None:
-            rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
-        else:
-            with pytest.raises(RuntimeError, match="broken"):
-                rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
+        with nullcontext() if error is None else pytest.raises(RuntimeError, match="broken"):
+            rollout_worker._run_worker(None, None, queue)
         assert [file.name for file in (server.root / "queue").iterdir()] == ["0000000000.a00_pending.safetensors"]
 
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [
-        (NoRoomError("full"), WeightsError),
-        (AttachError("no IPC"), UnsupportedError),
-        (MismatchError("x"), UnsupportedError),
-    ],
+    [(NoRoomError, WeightsError), (AttachError, UnsupportedError), (MismatchError, UnsupportedError)],
 )
 def test_a_worker_that_found_no_room_is_started_again_and_one_that_can_never_map_ends_the_run(
-    error: Exception, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(*_: Any) -> None:
-        raise error
-
     for name in ("StallReporter", "_begin", "_load", "WorkerQueue", "closing"):
         monkeypatch.setattr(rollout_worker, name, MagicMock())
     monkeypatch.setattr(rollout_worker, "_wait_for_run", lambda run: LOADED)
-    monkeypatch.setattr(rollout_worker, "_serve", serve)
+    monkeypatch.setattr(rollout_worker, "_serve", MagicMock(side_effect=error("why")))
     with pytest.raises(raised, match="The weights could not be adopted"):
         rollout_worker._work(worker_on("0", tmp_path), None)  # type: ignore[arg-type]
 

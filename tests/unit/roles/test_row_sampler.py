@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from kit.groups import make_group
 from kit.plans import planned
 
 PROBLEMS = [{"prompt": f"{n}+{n}=", "task": "sums"} for n in range(4)]
-Answer = Callable[[Claim], RolloutGroup]
 
 
 def answer(claim: Claim) -> RolloutGroup:
@@ -60,9 +59,8 @@ class Stage:
         self.asked: list[Job] = []
 
     def serve(self, *, most: int = 1000, poison: Sequence[str] = ()) -> bool:
-        trainer: Any = SimpleNamespace(
-            num_generations=2, max_completion_length=9, args=SimpleNamespace(seed=3), **self._own
-        )
+        sizes = {"num_generations": 2, "max_completion_length": 9}
+        trainer = SimpleNamespace(**sizes, args=SimpleNamespace(seed=3), **self._own)
         weights: Any = SimpleNamespace(publish=lambda version, model: None)
         with (
             closing(ServerQueue.open(self.root, self.state.run_id, max_attempts=1, watch_workers=False)) as queue,
@@ -86,11 +84,10 @@ class Stage:
 
 
 @pytest.fixture(autouse=True)
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_sampler, "rule_of", lambda server: AdvantageRule())
     monkeypatch.setattr(prompts, "training_rows", lambda trainer: PROBLEMS)
     monkeypatch.setattr("async_grpo.evals.asking.WAKE_S", 0.001)
-    yield
 
 
 def two_waves(problems: int) -> Plan:
@@ -135,9 +132,8 @@ def test_a_prefix_that_leaves_nothing_to_sample_is_refused(tmp_path: Path) -> No
         yield [SampleRequest(problem=0), SampleRequest(problem=2, prefix_ids=(5,) * 9)]
 
     stage = Stage(tmp_path, plan)
-    with pytest.raises(
-        UsageError, match=r"Wave 1 of the generation_plan continues 9 tokens of problem 2, .* at most 9"
-    ):
+    says = r"Wave 1 of the generation_plan continues 9 tokens of problem 2, .* at most 9"
+    with pytest.raises(UsageError, match=says):
         stage.serve()
     assert [job.sampling for job in stage.asked] == [{"max_tokens": 1}]
 
