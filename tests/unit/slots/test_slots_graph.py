@@ -6,22 +6,20 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from slots_yard import Yard
 
 from async_grpo.errors import UsageError
-from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.launch.supervisor import Child, Exit, Exits
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, FINISHED, Ledger, read
 from async_grpo_experiments.slots.places import Need, Packing, Place
 from async_grpo_experiments.slots.schedule import OUT_OF_MEMORY, PATIENCE, Command, Task, TaskSchedule
 
-
-@pytest.fixture(autouse=True)
-def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "POLL_S", 0.005)
+ONLY = [Place(name="only")]
 
 
 class Simulation:
@@ -72,18 +70,16 @@ class Simulated:
         self.starter: Simulation
 
     def task(self, name: str, seconds: float = 1.0, **more: Any) -> Task:
-        return Task(
-            name=name, command=lambda place: Command([str(seconds)], os.environ, self.folder / f"{name}.log"), **more
-        )
+        command = Command([str(seconds)], os.environ, self.folder / f"{name}.log")
+        return Task(name=name, command=lambda place: command, **more)
 
     def run(self, tasks: list[Task], places: list[Place]) -> list[str]:
         def opened(**surroundings: Any) -> Simulation:
             self.starter = Simulation(**surroundings)
             return self.starter
 
-        ledger = Ledger(self.folder / "slots.jsonl")
-        TaskSchedule(tasks, places, ledger, say=lambda text: None, open_starter=opened).run()
-        ledger.close()
+        with closing(Ledger(self.folder / "slots.jsonl")) as ledger:
+            TaskSchedule(tasks, places, ledger, say=lambda text: None, open_starter=opened).run()
         return self.starter.order
 
 
@@ -99,29 +95,24 @@ def test_a_task_starts_after_those_that_it_needs_whatever_its_priority(simulated
         simulated.task("c", priority=99.0, needs=("a", "b")),
         simulated.task("d", priority=5.0),
     ]
-    assert simulated.run(tasks, [Place(name="only")]) == ["d", "a", "b", "c"]
+    assert simulated.run(tasks, ONLY) == ["d", "a", "b", "c"]
 
 
-def test_what_needs_a_failed_task_is_blocked_and_the_rest_goes_on(tmp_path: Path) -> None:
-    def task(name: str, script: str = "true", *needs: str) -> Task:
-        log = tmp_path / f"{name}.log"
-        return Task(name=name, command=lambda place: Command(["sh", "-c", script], os.environ, log), needs=needs)
-
-    said: list[str] = []
-    tasks = [task("r1", "exit 3"), task("r2", "true", "r1"), task("r3", "true", "r2"), task("other"), task("o2")]
-    records = TaskSchedule(tasks, [Place(name="only")], Ledger(tmp_path / "slots.jsonl"), say=said.append).run()
+def test_what_needs_a_failed_task_is_blocked_and_the_rest_goes_on(yard: Yard) -> None:
+    needing = [yard.task("r2", "true", needs=("r1",)), yard.task("r3", "true", needs=("r2",))]
+    others = [*needing, yard.task("other", "true"), yard.task("o2", "true")]
+    records = yard.schedule(yard.task("r1", "exit 3"), *others, places=ONLY).run()
     states = {name: record.state for name, record in records.items()}
     assert states == {"r1": FAILED, "r2": BLOCKED, "r3": BLOCKED, "other": FINISHED, "o2": FINISHED}
     assert records["r3"].why == "r1 failed"
-    assert "r1 failed, so these will not start: r2, r3" in said
-    mended = [task("r1"), *tasks[1:]]
-    again = TaskSchedule(mended, [Place(name="only")], Ledger(tmp_path / "slots.jsonl"), say=said.append).run()
+    assert "r1 failed, so these will not start: r2, r3" in yard.said
+    again = yard.schedule(yard.task("r1", "true"), *others, places=ONLY).run()
     assert {record.state for record in again.values()} == {FINISHED}
 
 
 def test_an_unknown_need_is_refused(simulated: Simulated) -> None:
     with pytest.raises(UsageError, match="b needs a, and there is no such task"):
-        simulated.run([simulated.task("b", needs=("a",))], [Place(name="only")])
+        simulated.run([simulated.task("b", needs=("a",))], ONLY)
 
 
 def test_tasks_share_a_place_up_to_its_bytes_and_the_fullest_one_is_filled_first() -> None:
@@ -195,66 +186,46 @@ def test_packing_by_bytes_wastes_little(simulated: Simulated, tmp_path: Path) ->
     assert max(factors) <= 1.55
 
 
-def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> None:
-    starts = tmp_path / "starts"
-
-    def command(place: Place) -> Command:
-        script = f"echo x >> {starts}; exit {OUT_OF_MEMORY}"
-        return Command(["sh", "-c", script], os.environ, tmp_path / "log")
-
-    said: list[str] = []
-    task = Task(name="a", command=command, need=Need(bytes=1), peak_bytes=lambda: 7)
-    ledger = Ledger(tmp_path / "slots.jsonl")
-    records = TaskSchedule([task], [Place(name="x", bytes=9)], ledger, say=said.append).run()
-    assert (records["a"].state, records["a"].peak_bytes) == (FAILED, 7)
-    assert len(starts.read_text().split()) == 2
-    assert any("it gets a place alone" in one for one in said)
-    assert read(tmp_path / "slots.jsonl") == records
+def test_out_of_memory_beside_others_is_tried_again_alone(yard: Yard) -> None:
+    script = f"echo x >> {yard.folder}/starts; exit {OUT_OF_MEMORY}"
+    record = yard.alone(yard.task("a", script, need=Need(bytes=1), peak_bytes=lambda: 7), bytes=9)
+    assert (record.state, record.peak_bytes) == (FAILED, 7)
+    assert len((yard.folder / "starts").read_text().split()) == 2
+    assert any("it gets a place alone" in one for one in yard.said)
+    assert read(yard.folder / "slots.jsonl") == {"a": record}
 
 
-def test_out_of_memory_alone_says_what_would_help(tmp_path: Path) -> None:
-    def run(script: str, **more: Any) -> str:
-        command = Command(["sh", "-c", script], os.environ, tmp_path / "log")
-        way_out = lambda place: f"{place.name}: set batch_size=2"  # noqa: E731
-        task, ledger = (
-            Task(name="a", command=lambda place: command, way_out=way_out, **more),
-            Ledger(tmp_path / script[-6:]),
-        )
-        return TaskSchedule([task], [Place(name="x")], ledger, say=lambda text: None).run()["a"].why
-
-    said = "out of memory alone on x: set batch_size=2"
-    assert run(f"exit {OUT_OF_MEMORY}") == said
-    assert run("exit 1; : noted", ran_out=lambda: True) == said
-    assert run("exit 1") == "exit code 1: it wrote nothing"
+@pytest.mark.parametrize(
+    ("script", "more", "why"),
+    [
+        (f"exit {OUT_OF_MEMORY}", {}, "out of memory alone on x: set batch_size=2"),
+        ("exit 1", {"ran_out": lambda: True}, "out of memory alone on x: set batch_size=2"),
+        ("exit 1", {}, "exit code 1: it wrote nothing"),
+    ],
+)
+def test_out_of_memory_alone_says_what_would_help(yard: Yard, script: str, more: dict[str, Any], why: str) -> None:
+    task = yard.task("a", script, way_out=lambda place: f"{place.name}: set batch_size=2", **more)
+    assert yard.alone(task).why == why
 
 
 def test_a_task_that_the_kernel_kills_for_lack_of_memory_was_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("async_grpo.launch.host_memory._kills_of_our_group", iter(range(9)).__next__)
-    command = Command(["sh", "-c", "kill -9 $$"], os.environ, tmp_path / "log")
-    task = Task(name="a", command=lambda place: command, need=Need(bytes=1), way_out=lambda place: place.name)
-    ledger, said = Ledger(tmp_path / "slots.jsonl"), list[str]()
-    records = TaskSchedule([task], [Place(name="x", bytes=9)], ledger, say=said.append).run()
-    assert any("it gets a place alone" in one for one in said)
-    assert records["a"].why == "out of memory alone on x"
+    task = yard.task("a", "kill -9 $$", need=Need(bytes=1), way_out=lambda place: place.name)
+    assert yard.alone(task, bytes=9).why == "out of memory alone on x"
+    assert any("it gets a place alone" in one for one in yard.said)
 
 
-def test_a_task_is_killed_at_its_deadline(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    task = Task(name="a", command=lambda place: Command(["sleep", "1000"], os.environ, log), deadline_s=0.05)
-    ledger, said = Ledger(tmp_path / "slots.jsonl"), list[str]()
-    records = TaskSchedule([task], [Place(name="x")], ledger, say=said.append).run()
-    assert (records["a"].state, records["a"].code) == (FAILED, -signal.SIGKILL)
-    assert "killing a: it has taken 0.05 s, its deadline" in said
-    assert records["a"].why == "it has taken 0.05 s, its deadline"
+def test_a_task_is_killed_at_its_deadline(yard: Yard) -> None:
+    record = yard.alone(yard.task("a", "exec sleep 1000", deadline_s=0.05))
+    assert (record.state, record.code) == (FAILED, -signal.SIGKILL)
+    assert "killing a: it has taken 0.05 s, its deadline" in yard.said
+    assert record.why == "it has taken 0.05 s, its deadline"
 
 
-def test_a_task_whose_log_says_nothing_new_is_killed_and_says_so(tmp_path: Path) -> None:
-    log, said = tmp_path / "log", list[str]()
-    log.write_text("words of an earlier attempt")
-    command = Command(["sh", "-c", "echo hello; sleep 1000"], os.environ, log)
-    task, ledger = Task(name="a", command=lambda place: command, silence_s=0.05), Ledger(tmp_path / "slots.jsonl")
-    record = TaskSchedule([task], [Place(name="x")], ledger, say=said.append).run()["a"]
+def test_a_task_whose_log_says_nothing_new_is_killed_and_says_so(yard: Yard) -> None:
+    (yard.folder / "a.log").write_text("words of an earlier attempt")
+    record = yard.alone(yard.task("a", "echo hello; sleep 1000", silence_s=0.05))
     assert (record.state, record.code, record.why) == (FAILED, -9, "its log has said nothing for 0.05 s")
-    assert "killing a: its log has said nothing for 0.05 s" in said
+    assert "killing a: its log has said nothing for 0.05 s" in yard.said

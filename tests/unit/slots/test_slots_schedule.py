@@ -8,15 +8,14 @@ import subprocess
 import sys
 import time
 import traceback
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
+from slots_yard import Yard
 
 from async_grpo.errors import AsyncGRPOError, UsageError, reason_of
-from async_grpo.launch import supervisor as supervisor_module
 from async_grpo_experiments.slots import held
 from async_grpo_experiments.slots.ledger import (
     FAILED,
@@ -24,62 +23,25 @@ from async_grpo_experiments.slots.ledger import (
     RUNNING,
     STOPPED,
     WAITING,
-    Ledger,
     Record,
     born,
     end_leftovers,
     read,
 )
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
-from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
+from async_grpo_experiments.slots.schedule import Command, Task
 from kit.waiting import DEADLINE_S, is_gone
 
 HELD = held.__file__
-TWO_PLACES = [Place(name="a"), Place(name="b")]
+ONLY = [Place(name="only")]
 DEAF = "trap '' TERM; echo deaf; while :; do sleep 0.05; done"
-
-
-@pytest.fixture(autouse=True)
-def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "POLL_S", 0.005)
-
-
-class Yard:
-    """A folder with a ledger and the tasks' logs; keeps what was said."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.said: list[str] = []
-
-    def task(self, name: str, script: str, **more: Any) -> Task:
-        def command(place: Place) -> Command:
-            env = {**os.environ, "PLACE": place.name}
-            return Command(["sh", "-c", script], env, self.folder / f"{name}.log")
-
-        return Task(name=name, command=command, **more)
-
-    def schedule(self, *tasks: Task, places: list[Place] | None = None, **more: Any) -> TaskSchedule:
-        return TaskSchedule(tasks, places or TWO_PLACES, self.ledger(), say=self.said.append, **more)
-
-    def ledger(self) -> Ledger:
-        return Ledger(self.folder / "slots.jsonl")
-
-    def wrote(self, name: str) -> str:
-        log = self.folder / f"{name}.log"
-        return log.read_text() if log.exists() else ""
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Yard:
-    return Yard(tmp_path)
+POLITE = "echo polite; exec sleep 1000"
 
 
 def test_more_tasks_than_places_wait_and_the_longest_start_first(yard: Yard) -> None:
-    names = {"short": 1.0, "long": 9.0, "unknown": None, "middle": 5.0}
-    tasks = [
-        yard.task(name, f"echo {name} >> {yard.folder}/order", expected_s=expected) for name, expected in names.items()
-    ]
-    records = yard.schedule(*tasks, places=[Place(name="only")]).run()
+    seconds = {"short": 1.0, "long": 9.0, "unknown": None, "middle": 5.0}
+    tasks = [yard.task(name, f"echo {name} >> {yard.folder}/order", expected_s=it) for name, it in seconds.items()]
+    records = yard.schedule(*tasks, places=ONLY).run()
     assert (yard.folder / "order").read_text().split() == ["unknown", "long", "middle", "short"]
     assert {record.state for record in records.values()} == {FINISHED}
     assert {record.place for record in records.values()} == {"only"}
@@ -121,7 +83,7 @@ def test_a_task_that_ends_well_without_being_done_has_failed(yard: Yard) -> None
 
 def test_a_task_whose_log_cannot_be_opened_fails_alone(yard: Yard) -> None:
     (yard.folder / "stuck.log").mkdir()
-    records = yard.schedule(yard.task("stuck", "true"), yard.task("good", "true"), places=[Place(name="only")]).run()
+    records = yard.schedule(yard.task("stuck", "true"), yard.task("good", "true"), places=ONLY).run()
     assert (records["stuck"].state, records["good"].state) == (FAILED, FINISHED)
     assert "stuck.log" in records["stuck"].why
 
@@ -135,7 +97,7 @@ def test_a_command_that_does_not_exist_is_said_by_name(yard: Yard) -> None:
 def test_a_second_queue_on_the_ledger_does_not_start_again_what_has_finished(yard: Yard) -> None:
     script = f"echo x >> {yard.folder}/starts; test -e {yard.folder}/mended"
     done = yard.task("done", f"echo x >> {yard.folder}/starts")
-    yard.schedule(done, yard.task("broken", script), places=[Place(name="only")]).run()
+    yard.schedule(done, yard.task("broken", script), places=ONLY).run()
     (yard.folder / "mended").touch()
     records = yard.schedule(done, yard.task("broken", script)).run()
     assert {record.state for record in records.values()} == {FINISHED}
@@ -166,35 +128,40 @@ def test_starts_are_staggered(yard: Yard) -> None:
     assert starts[1] - starts[0] >= 0.1 and starts[2] - starts[1] >= 0.1
 
 
-def test_what_a_killed_queue_has_left_is_ended_by_its_pid(yard: Yard) -> None:
-    deaf = subprocess.Popen(["sh", "-c", DEAF], stdout=subprocess.PIPE, text=True)
-    polite = subprocess.Popen(["sleep", "1000"])
+@contextmanager
+def left_over(command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of a killed queue, of which the shell has said something."""
+    process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
     try:
-        assert deaf.stdout is not None and deaf.stdout.readline() == "deaf\n"
-        left = [Record(task=str(one.pid), state=RUNNING, pid=one.pid, born=born(one.pid)) for one in (deaf, polite)]
-        end_leftovers(left, grace_s=0.1, say=yard.said.append)
+        assert process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def record_of(process: subprocess.Popen[str], later_s: float = 0.0) -> Record:
+    return Record(task=str(process.pid), state=RUNNING, pid=process.pid, born=born(process.pid) - later_s)
+
+
+def test_what_a_killed_queue_has_left_is_ended_by_its_pid(yard: Yard) -> None:
+    with left_over(DEAF) as deaf, left_over(POLITE) as polite:
+        end_leftovers([record_of(deaf), record_of(polite)], grace_s=0.1, say=yard.said.append)
         assert (deaf.poll(), polite.poll()) == (-signal.SIGKILL, -signal.SIGTERM)
         assert yard.said[-1] == f"killing pid {deaf.pid}: it did not end in 0.1 s"
-    finally:
-        for process in (deaf, polite):
-            process.kill()
-            process.communicate()
 
 
 def test_what_a_left_process_has_started_and_does_not_end_is_killed_with_it(yard: Yard) -> None:
     """A server that goes on would hold the run's folder, and the resumed run could not start."""
-    launcher = subprocess.Popen(["sh", "-c", f"({DEAF}) & wait"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert launcher.stdout is not None and launcher.stdout.readline() == "deaf\n"
+    with left_over(f"({DEAF}) & wait") as launcher:
         servers = psutil.Process(launcher.pid).children(recursive=True)
-        record = Record(task="a", state=RUNNING, pid=launcher.pid, born=born(launcher.pid))
-        end_leftovers([record], grace_s=0.1, say=yard.said.append)
-        assert servers and not [server for server in servers if not is_gone(server)]
-    finally:
-        for process in (*servers, launcher):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        launcher.communicate()
+        try:
+            end_leftovers([record_of(launcher)], grace_s=0.1, say=yard.said.append)
+            assert servers and all(map(is_gone, servers))
+        finally:
+            for server in servers:
+                with suppress(psutil.NoSuchProcess):
+                    server.kill()
 
 
 def test_a_task_ends_with_the_process_that_runs_the_queue(yard: Yard) -> None:
@@ -209,29 +176,19 @@ def test_a_task_ends_with_the_process_that_runs_the_queue(yard: Yard) -> None:
 
 
 def test_a_process_that_only_has_the_pid_of_a_task_is_left_alone(yard: Yard) -> None:
-    stranger = subprocess.Popen(["sleep", "1000"])
-    try:
-        record = Record(task="a", state=RUNNING, pid=stranger.pid, born=born(stranger.pid) - 5)
-        end_leftovers([record], grace_s=0.1, say=yard.said.append)
+    with left_over(POLITE) as stranger:
+        end_leftovers([record_of(stranger, later_s=5)], grace_s=0.1, say=yard.said.append)
         assert stranger.poll() is None and not yard.said
-    finally:
-        stranger.kill()
-        stranger.wait()
 
 
 def test_a_clock_that_was_set_makes_no_stranger_of_what_a_killed_queue_has_left(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = subprocess.Popen(["sleep", "1000"])
-    try:
-        record = Record(task="a", state=RUNNING, pid=left.pid, born=born(left.pid))
-        booted = psutil.boot_time()
+    with left_over(POLITE) as left:
+        record, booted = record_of(left), psutil.boot_time()
         monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 1)
         end_leftovers([record], grace_s=10.0, say=yard.said.append)
         assert left.poll() is not None
-    finally:
-        left.kill()
-        left.wait()
 
 
 def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
@@ -248,16 +205,21 @@ def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
 def test_places_of_gpus_are_those_that_there_are() -> None:
     assert [place.gpus for place in gpu_places(8, each=2)] == [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")]
     assert [place.name for place in gpu_places(8, each=2, first=4, at_most=1)] == ["gpu4-5"]
-    assert (
-        gpu_places(4, each=1, first=3)[0].environment({"CUDA_VISIBLE_DEVICES": "7,6,5,4"})["CUDA_VISIBLE_DEVICES"]
-        == "4"
-    )
-    with pytest.raises(UsageError, match="2 GPUs from GPU 0 on were asked for, and 1 GPU can be seen"):
-        gpu_places(1, each=2)
-    with pytest.raises(UsageError, match="1 GPU from GPU 9 on"):
-        gpu_places(8, each=1, first=9)
-    with pytest.raises(UsageError, match="4 places of 2 GPUs"):
-        gpu_places(4, each=2, at_most=4)
+    [last] = gpu_places(4, each=1, first=3)
+    assert last.environment({"CUDA_VISIBLE_DEVICES": "7,6,5,4"})["CUDA_VISIBLE_DEVICES"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "says"),
+    [
+        (1, {"each": 2}, "2 GPUs from GPU 0 on were asked for, and 1 GPU can be seen"),
+        (8, {"each": 1, "first": 9}, "1 GPU from GPU 9 on"),
+        (4, {"each": 2, "at_most": 4}, "4 places of 2 GPUs"),
+    ],
+)
+def test_places_of_gpus_that_are_not_there_are_refused(count: int, asked: dict[str, int], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        gpu_places(count, **asked)
 
 
 def test_places_of_cores_share_them_evenly() -> None:
