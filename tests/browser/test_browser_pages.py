@@ -160,13 +160,9 @@ def test_filters_find_what_is_asked_for(browser: Any, run: ArchivedRun, tmp_path
         opened.counts(expected)
     page.click("#reset")
     opened.counts("16 of 16")
-    for selector, value, expected in (
-        ("#worker", "dev2", "8 of 16"),
-        ("#version", "0", "4 of 16"),
-        ("#which", "best", "2 of 16"),
-    ):
-        page.select_option(selector, value)
-        opened.counts(expected)
+    for chosen, expected in ((("#worker", "dev2"), "8"), (("#version", "0"), "4"), (("#which", "best"), "2")):
+        page.select_option(*chosen)
+        opened.counts(f"{expected} of 16")
     page.click("#reset")
     assert not page.locator("#more").is_visible(), "everything is shown"
     for order in ("newest", "oldest", "best"):  # what no step was trained on is the last, and marked
@@ -202,15 +198,8 @@ def test_the_keyboard_is_enough(browser: Any, run: ArchivedRun, tmp_path: Path) 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(browser: Any, run: ArchivedRun, tmp_path: Path, scheme: str) -> None:
     run.use(5, [8], completions=["word" * 500, "line\n" * 100])
-    opened = Page(
-        browser,
-        run,
-        tmp_path,
-        viewport={"width": 390, "height": 844},
-        is_mobile=True,
-        has_touch=True,
-        color_scheme=scheme,
-    )
+    phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+    opened = Page(browser, run, tmp_path, **phone, color_scheme=scheme)
     page = opened.page
     opened.counts("18 of 18")
     assert not page.locator("#form").is_visible()
@@ -226,14 +215,8 @@ def test_it_fits_a_phone(browser: Any, run: ArchivedRun, tmp_path: Path, scheme:
 
 def test_hostile_text_is_only_text(browser: Any, tmp_path: Path) -> None:
     run = ArchivedRun(tmp_path)
-    run.use(
-        1,
-        [0],
-        completions=[HOSTILE, [{"role": HOSTILE, "content": HOSTILE}]],
-        prompt=HOSTILE,
-        reward_names=(HOSTILE, "format"),
-        extra_columns={HOSTILE: [HOSTILE, None]},
-    )
+    texts = {"prompt": HOSTILE, "completions": [HOSTILE, [{"role": HOSTILE, "content": HOSTILE}]]}
+    run.use(1, [0], **texts, reward_names=(HOSTILE, "format"), extra_columns={HOSTILE: [HOSTILE, None]})
     run.line(dropped=1, reason=HOSTILE)
     run.group(1)
     opened = Page(browser, run, tmp_path)
@@ -307,12 +290,9 @@ def test_a_dialogue_is_shown_by_its_turns(browser: Any, run: ArchivedRun, tmp_pa
     opened = Page(browser, run, tmp_path)
     page = opened.page
     parts = page.locator("details.part")
-    assert parts.locator("summary").all_inner_texts() == [
-        "turn 1 0.5",
-        "[tool search] The sea of <b>Quim</b>.",
-        "turn 2 0",
-    ]
-    assert [page.locator("details.part").nth(at).locator("pre").is_visible() for at in range(3)] == [True, False, True]
+    summaries = ["turn 1 0.5", "[tool search] The sea of <b>Quim</b>.", "turn 2 0"]
+    assert parts.locator("summary").all_inner_texts() == summaries
+    assert [parts.nth(at).locator("pre").is_visible() for at in range(3)] == [True, False, True]
     parts.nth(1).locator("summary").click()
     assert parts.nth(1).locator("pre").is_visible()
     assert page.locator("details.part.more").count() == 1

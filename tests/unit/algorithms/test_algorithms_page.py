@@ -32,9 +32,8 @@ def run(text: str) -> dict[str, Any]:
 def test_a_first_training_runs_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run(printed("the first training"))
-    assert names["trained"].folder == Path("outputs/qsharp/head") and names["trained"].steps == 2 * -(
-        -len(names["rows"].items) // 24
-    )
+    steps = 2 * -(-len(names["rows"].items) // 24)
+    assert (names["trained"].folder, names["trained"].steps) == (Path("outputs/qsharp/head"), steps)
     assert names["found"].shape[1] > 2, "something was decoded"
 
 

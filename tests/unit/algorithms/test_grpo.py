@@ -26,17 +26,8 @@ REWARD = "async_grpo_experiments.worlds.sentiment:sentiment_reward"
 def settings(tmp_path: Path) -> GRPOHFSettings:
     tokenizer = sentiment_tokenizer()
     reference = save(tmp_path / "reference", small_transformer(tokenizer, width=32, layers=1), tokenizer)
-    return GRPOHFSettings(
-        reference=reference,
-        num_workers=0,
-        batch_size=16,
-        micro_batch_size=16,
-        max_steps=3,
-        lr=1e-3,
-        gradient_checkpointing=False,
-        max_new_tokens=8,
-        workers=1,
-    )
+    small = {"num_workers": 0, "batch_size": 16, "micro_batch_size": 16, "gradient_checkpointing": False}
+    return GRPOHFSettings(reference=reference, max_steps=3, lr=1e-3, max_new_tokens=8, workers=1, **small)
 
 
 def test_a_later_round_trains_its_model_and_keeps_to_the_original_reference(

@@ -33,16 +33,9 @@ from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ProxySettings:
     tokenizer = words_tokenizer("abcdefgh")
     reference = save(tmp_path_factory.mktemp("reference"), endless_transformer(tokenizer, scale=0.05), tokenizer)
-    return ProxySettings(
-        reference=reference,
-        num_workers=0,
-        batch_size=128,
-        micro_batch_size=128,
-        gradient_checkpointing=False,
-        max_steps=1,
-        proxy=ProxyTraining(epochs=4, lr=3e-3),
-        bradley_terry_sampling=False,
-    )
+    small = {"num_workers": 0, "batch_size": 128, "micro_batch_size": 128, "gradient_checkpointing": False}
+    proxy = ProxyTraining(epochs=4, lr=3e-3)
+    return ProxySettings(reference=reference, max_steps=1, proxy=proxy, bradley_terry_sampling=False, **small)
 
 
 def pairs(count: int, settings: ProxySettings) -> Rows:
@@ -105,9 +98,8 @@ def test_scores_do_not_depend_on_the_batch_and_the_last_token_counts(folder: Pat
     model = Proxy(folder)._model
     texts = [[0, 1, 2], [0, 8, 5, 9, 6, 7, 1, 9], [0, 1, 2, 9], [0, 3]]
     assert scores_of_texts(model, texts, batch_size=1) == pytest.approx(scores_of_texts(model, texts), abs=1e-5)
-    assert abs(scores_of_texts(model, [texts[0]])[0] - scores_of_texts(model, [texts[2]])[0]) > 1e-4, (
-        "9 is the end token"
-    )
+    without_end, with_end = (scores_of_texts(model, [texts[index]])[0] for index in (0, 2))
+    assert abs(without_end - with_end) > 1e-4, "9 is the end token"
     assert padding_for(model, [[9, 1], [8, 9]]) == 8, "an end token inside of a text is not its end"
     with pytest.raises(UsageError, match="ends some text"):
         padding_for(model, [[token] for token in range(10)])
@@ -115,9 +107,7 @@ def test_scores_do_not_depend_on_the_batch_and_the_last_token_counts(folder: Pat
 
 def test_scores_outside_of_the_bounds_are_clipped_and_counted(folder: Path, tmp_path: Path) -> None:
     narrow = tmp_path / "narrow"
-    narrow.mkdir()
-    for file in folder.iterdir():
-        (narrow / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, narrow)
     (narrow / "proxy.json").write_text('{"low": 1000.0, "high": 1001.0}')  # as it was before pairs were held out
     proxy = Proxy(narrow)
     assert proxy.scaled([[0, 1], [0, 2]]) == [0.0, 0.0] and proxy.clipped == 2

@@ -105,9 +105,8 @@ def test_a_round_that_is_made_again_has_the_same_preferences_and_another_one_oth
     ],
 )
 def test_what_is_right_gets_a_bonus(correct: tuple[bool, ...], scores: tuple[float, ...], preferred: object) -> None:
-    found = Continuations(
-        cut=Cut(problem=0), prompt=(), completions=((1,), (2,)), rewards=(0.25, 1.0), correct=correct, scores=scores
-    )
+    two = {"completions": ((1,), (2,)), "rewards": (0.25, 1.0)}
+    found = Continuations(cut=Cut(problem=0), prompt=(), correct=correct, scores=scores, **two)
     assert preferable(found, PAIRS) == preferred
 
 
@@ -133,9 +132,8 @@ def test_each_cut_of_a_problem_has_a_draw_of_its_own() -> None:
 
 
 def test_rows_are_what_their_file_holds(tmp_path: Path) -> None:
-    found = Continuations(
-        cut=Cut(problem=3, prefix=(1,), count=2), prompt=(9, 8), completions=((2, 3), ()), rewards=(0.0, 1.0)
-    )
+    cut = Cut(problem=3, prefix=(1,), count=2)
+    found = Continuations(cut=cut, prompt=(9, 8), completions=((2, 3), ()), rewards=(0.0, 1.0))
     rows = Rows((row_of(found, 0, 1.0), row_of(found, 0, 0.25, 1)), dropped=2)
     both = Rows.together([rows, rows])
     both.save(tmp_path / "rows.arrow")
@@ -151,11 +149,7 @@ def test_rows_are_what_their_file_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        (
-            AlgorithmSettings,
-            {"batchsize": 8},
-            "has an unknown field 'batchsize'; the nearest is 'batch_size'",
-        ),
+        (AlgorithmSettings, {"batchsize": 8}, "has an unknown field 'batchsize'; the nearest is 'batch_size'"),
         (AlgorithmSettings, {"batch_size": "abc"}, 'batch_size is "abc", not an integer'),
         (AlgorithmSettings, {"batch_size": 10}, "multiple of micro_batch_size 4.*set batch_size to 8 or 12"),
         (AlgorithmSettings, {"lr": 0}, "lr must be over 0, got 0"),

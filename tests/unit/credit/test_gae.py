@@ -54,6 +54,7 @@ def alone(values: Tensor) -> Tensor:
 
 def test_rewards_are_at_the_ends_of_turns() -> None:
     assert rewards_of_tokens(exact(OUTCOMES), TURNS, MASKS, 8).tolist() == REWARDS
+    assert rewards_of_tokens(exact([nan]), [[nan]], [[1]], 2).tolist() == [[0, 0]], "no reward is none"
 
 
 @pytest.mark.parametrize(
@@ -70,31 +71,23 @@ def test_the_outcome_is_at_the_last_token_that_the_policy_wrote(
     assert rewards_of_tokens(exact([7.0]), [turns], [mask], 4).tolist() == [right]
 
 
-def test_no_reward_is_none() -> None:
-    assert rewards_of_tokens(exact([nan]), [[nan]], [[1]], 2).tolist() == [[0, 0]]
-
-
 def test_tokens_of_tools_count_for_nothing() -> None:
     """The same without them, whatever their values and rewards are."""
     wild = exact(VALUES).masked_fill(exact(MASK) == 0, -1e6)
     rewards = exact(REWARDS).masked_fill(exact(MASK) == 0, 1e6)
     advantages, _ = gae(rewards, wild, exact(MASK), gamma=GAMMA, lam=LAM)
     written = exact(MASK)[0].bool()
-    short, _ = gae(
-        exact([REWARDS[0]])[:, written], exact([VALUES[0]])[:, written], torch.ones(1, 5), gamma=GAMMA, lam=LAM
-    )
+    given = (exact([row])[:, written] for row in (REWARDS[0], VALUES[0]))
+    short, _ = gae(*given, torch.ones(1, 5), gamma=GAMMA, lam=LAM)
     assert same(advantages, ADVANTAGES)
-    assert same(short, [[it for it, mine in zip(ADVANTAGES[0], MASK[0], strict=True) if mine]])
+    assert same(short, exact([ADVANTAGES[0]])[:, written].tolist())
 
 
 def test_whitening() -> None:
     known = [it for row, mask in zip(ADVANTAGES, MASK, strict=True) for it, mine in zip(row, mask, strict=True) if mine]
-    middle, spread = mean(known), (variance(known) + 1e-8) ** 0.5
-    right = [
-        [(it - middle) / spread if mine else 0.0 for it, mine in zip(row, mask, strict=True)]
-        for row, mask in zip(ADVANTAGES, MASK, strict=True)
-    ]
-    assert same(whitened(exact(ADVANTAGES), exact(MASK), alone), right)
+    right = (exact(ADVANTAGES) - mean(known)) / (variance(known) + 1e-8) ** 0.5 * exact(MASK)
+    assert same(whitened(exact(ADVANTAGES), exact(MASK), alone), right.tolist())
+    assert whitened(exact([[3.0, 5.0]]), exact([[1, 0]]), alone).tolist() == [[0, 0]], "one token has no spread"
 
 
 def test_whitening_is_over_all_processes() -> None:
@@ -102,10 +95,6 @@ def test_whitening_is_over_all_processes() -> None:
     known = both[mask.bool()]
     of_ranks = [whitened(both[rank : rank + 1], mask[rank : rank + 1], lambda own: known) for rank in (0, 1)]
     assert same(torch.cat(of_ranks), whitened(both, mask, alone).tolist())
-
-
-def test_one_token_has_no_spread() -> None:
-    assert whitened(exact([[3.0, 5.0]]), exact([[1, 0]]), alone).tolist() == [[0, 0]]
 
 
 def test_value_loss() -> None:

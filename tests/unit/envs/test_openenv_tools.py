@@ -49,22 +49,17 @@ class Client:
 
 
 def session(client: Any) -> Any:
-    tools = {"step": openenv._stepping(SCHEMA)}
-    return type(
-        "Moves", (OpenEnvSession,), {"base_url": "http://x", "_connect": staticmethod(lambda: client), **tools}
-    )()
+    own = {"base_url": "http://x", "_connect": staticmethod(lambda: client), "step": openenv._stepping(SCHEMA)}
+    return type("Moves", (OpenEnvSession,), own)()
 
 
 def test_the_fields_of_an_action_are_the_arguments_of_a_tool() -> None:
     function = get_json_schema(session(Client()).step)["function"]
-    assert function["name"] == "step"
-    assert function["parameters"]["required"] == ["direction"]
-    assert {name: about["type"] for name, about in function["parameters"]["properties"].items()} == {
-        "direction": "string",
-        "times": "integer",
-        "note": "string",
-    }
-    assert function["parameters"]["properties"]["times"]["description"] == "How often. At least once."
+    assert (function["name"], function["parameters"]["required"]) == ("step", ["direction"])
+    fields = function["parameters"]["properties"]
+    types = {"direction": "string", "times": "integer", "note": "string"}
+    assert {name: about["type"] for name, about in fields.items()} == types
+    assert fields["times"]["description"] == "How often. At least once."
 
 
 def test_an_episode_sums_its_rewards_and_ends() -> None:

@@ -136,17 +136,8 @@ def test_calculating(expression: str, value: float) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "__import__('os')",
-        "1/0",
-        "9**9**9",
-        "(10**299)**299",
-        "10**299*10**299",
-        "(-1)**0.5",
-        "",
-        "a",
-        "'a'*9",
-        "(" * 999,
-        5,
+        *("__import__('os')", "1/0", "9**9**9", "(10**299)**299", "10**299*10**299", "(-1)**0.5"),
+        *("", "a", "'a'*9", "(" * 999, 5),
     ],
 )
 def test_what_cannot_be_calculated_is_a_sentence(expression: str) -> None:
@@ -193,8 +184,7 @@ def test_an_empty_text_earns_nothing_of_the_outcome(completion: list[dict[str, A
 
 
 def test_a_passage_may_begin_with_the_word_error() -> None:
-    completion = [{"role": "tool", "content": "Errors of Quim"}]
-    assert questions.tool_execution([completion]) == [0.2]
+    assert questions.tool_execution([[result("Errors of Quim")]]) == [0.2]
 
 
 @pytest.mark.parametrize("text", ["Error: Quim is not there", "{'error': 'Quim'}"])

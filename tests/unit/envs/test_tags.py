@@ -18,6 +18,7 @@ from kit.tools import CHATML
 
 THOUGHT = "<reasoning>I look.</reasoning>"
 CALL = '<tool>{"name": "search", "args": {"query": "x"}}</tool>'
+NO_CALLS = ['["search"]', '{"args": {}}', '{"name": 7, "args": {}}', '{"name": "search", "arguments": {}}']
 WANTED = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
 
 
@@ -52,23 +53,16 @@ def test_a_message_ends_with_its_first_call_or_answer() -> None:
     ("text", "reason"),
     [
         ('<tool>{"name": "search", "args": {"query": "x"}}', "</tool> is missing"),
-        ("<tool>search(x)</tool>", "not valid JSON"),
-        ("<tool>" + "[" * 100_000 + "</tool>", "not valid JSON"),
-        ("<tool></tool>", "not valid JSON"),
-        ('<tool>["search"]</tool>', 'not an object with "name" and "args"'),
-        ('<tool>{"args": {}}</tool>', 'not an object with "name" and "args"'),
-        ('<tool>{"name": 7, "args": {}}</tool>', 'not an object with "name" and "args"'),
-        ('<tool>{"name": "search", "arguments": {}}</tool>', 'not an object with "name" and "args"'),
+        *((f"<tool>{text}</tool>", "not valid JSON") for text in ("search(x)", "[" * 100_000, "")),
+        (f"<tool>{CALL}", "not valid JSON"),
+        *((f"<tool>{text}</tool>", 'not an object with "name" and "args"') for text in NO_CALLS),
         ('<tool>{"name": "search", "args": ["x"]}</tool>', '"args" is not an object'),
         ('<tool>{"name": "search", "args": null}</tool>', '"args" is not an object'),
-        (f"<tool>{CALL}", "not valid JSON"),
     ],
 )
 def test_what_is_no_valid_call_is_one_that_fails_with_its_reason(text: str, reason: str) -> None:
     [call] = message_of(THOUGHT + text)["tool_calls"]
-    assert call["type"].startswith("malformed, ")
-    assert reason in call["type"]
-    assert "function" not in call
+    assert call["type"].startswith("malformed, ") and reason in call["type"] and "function" not in call
 
 
 def test_a_template_that_knows_no_tools_tells_of_them_and_shows_results() -> None:

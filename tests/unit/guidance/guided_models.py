@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.engines.transformers import TransformersEngine
 from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
@@ -31,19 +31,9 @@ class Words:
 
 def reference(seed: int = 0) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=ROWS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        initializer_range=0.3,
-    )
+    sizes = {"vocab_size": ROWS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+    config = Qwen3Config(**sizes, **heads, pad_token_id=PAD, eos_token_id=END, initializer_range=0.3)
     return Qwen3ForCausalLM(config).eval()
 
 
@@ -70,5 +60,4 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def processors(guidance: Guidance, model: Any, mask: torch.Tensor | None, temperature: float = 1.0) -> Any:
-    made: LogitsProcessorList = guidance.processors(model, Words(), attention_mask=mask, temperature=temperature)
-    return made
+    return guidance.processors(model, Words(), attention_mask=mask, temperature=temperature)

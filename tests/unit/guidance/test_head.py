@@ -39,11 +39,8 @@ def test_a_head_is_read_as_it_was_saved(model: Any, tmp_path: Path, loss: str) -
 
 def test_a_record_has_the_name_that_it_is_given(model: Any) -> None:
     record = HeadRecord.of(model, Words(), kind="value", loss="bce", temperature=1.0, model="outputs/reference")
-    assert (record.model, record.tokenizer, record.model_hash) == (
-        "outputs/reference",
-        "words of w",
-        weights_digest(model),
-    )
+    found = (record.model, record.tokenizer, record.model_hash)
+    assert found == ("outputs/reference", "words of w", weights_digest(model))
 
 
 @pytest.mark.parametrize("change", ["cut", "flip"])

@@ -79,8 +79,6 @@ def _ask(user: str, given: dict[str, Any]) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(given["at_once"]) as pool:
             return list(pool.map(_run_here, [given] * given["at_once"]))
     worker = _worker()
-    assert worker.stdin is not None
-    assert worker.stdout is not None
     worker.stdin.write(json.dumps(given) + "\n")
     worker.stdin.flush()
     return list(json.loads(worker.stdout.readline()))

@@ -39,11 +39,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made = []
 
     def build(port: int | None = None, **behaviour: Any) -> VLLMServerProcess:
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(tmp_path / "fake"),
-            "FAKE_VLLM": json.dumps({**behaviour, "folder": str(tmp_path)}),
-        }
+        told = json.dumps({**behaviour, "folder": str(tmp_path)})
+        env = {**os.environ, "PYTHONPATH": str(tmp_path / "fake"), "FAKE_VLLM": told}
         plan = ServerPlan(model="M", port=port or free_port("127.0.0.1", FIRST_PORT), log=tmp_path / "log", env=env)
         made.append(VLLMServerProcess(plan))
         return made[-1]
@@ -75,8 +72,7 @@ def test_it_is_started_asked_and_ended(make: Make, tmp_path: Path) -> None:
         assert server.answers()
         arguments = json.loads((tmp_path / f"{server.pid}.json").read_text())["arguments"]
     assert not server.running
-    assert arguments[:2] == ["--model", "M"]
-    assert '{"backend": "async_grpo_ipc"}' in arguments
+    assert arguments[:2] == ["--model", "M"] and '{"backend": "async_grpo_ipc"}' in arguments
 
 
 def test_killed_before_it_is_ready_it_is_started_three_times(make: Make, tmp_path: Path) -> None:
@@ -152,9 +148,9 @@ def test_another_program_that_has_its_port_is_not_taken_for_it(
 
 
 def test_our_plugin_is_among_those_that_the_user_allows() -> None:
-    plan = ServerPlan(model="M", port=1, log=Path("log"), env={"VLLM_PLUGINS": "other"})
-    assert plan.environment()["VLLM_PLUGINS"] == "other,async_grpo_ipc"
-    assert "VLLM_PLUGINS" not in ServerPlan(model="M", port=1, log=Path("log"), env={}).environment()
+    for env, plugins in (({"VLLM_PLUGINS": "other"}, "other,async_grpo_ipc"), ({}, None)):
+        plan = ServerPlan(model="M", port=1, log=Path("log"), env=env)
+        assert plan.environment().get("VLLM_PLUGINS") == plugins
 
 
 def test_an_installation_without_our_backend_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

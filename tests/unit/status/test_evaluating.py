@@ -50,10 +50,7 @@ def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, 
     pace.tell()
     now[0], evaluation.done = 110.0, 60
     pace.tell()
-    assert told == [
-        {"answered": 40, "problems": 100, "eta_s": None},
-        {"answered": 60, "problems": 100, "eta_s": 20.0},
-    ]
+    assert [(it["answered"], it["problems"], it["eta_s"]) for it in told] == [(40, 100, None), (60, 100, 20.0)]
     assert messages == ["60 of 100 problems answered, ETA 20 s"], "a line now and then, for a screen without a terminal"
     now[0] += asking.PATIENCE_S + 1
     with pytest.raises(WaitTimeoutError, match="waiting for an answered problem"):

@@ -90,9 +90,8 @@ def by_rule(world: Enumerable, eta: float, top_k: int) -> dict[str, Steps]:
     for logp_SV, offset_SV in zip(world.reference, world.best_offsets(eta), strict=True):
         scored_SV = logp_SV >= np.sort(logp_SV, axis=1)[:, [-top_k]]
         scored_logp_SV = np.where(scored_SV, logp_SV, -np.inf)
-        before_S1, after_S1 = (
-            logsumexp(one, axis=1, keepdims=True) for one in (scored_logp_SV, scored_logp_SV + offset_SV)
-        )
+        scored = (scored_logp_SV, scored_logp_SV + offset_SV)
+        before_S1, after_S1 = (logsumexp(one, axis=1, keepdims=True) for one in scored)
         subtracted = {
             "none": 0.0,
             "smallest": np.where(scored_SV, offset_SV, np.inf).min(1, keepdims=True),
@@ -162,6 +161,5 @@ def test_a_transformer_is_a_world_whose_prefixes_are_where_its_logits_are() -> N
     assert [step.shape for step in world.reference] == [(8**t, 8) for t in range(LENGTH)]
     echo = values_of(lambda ids: ids[:, :, None].float(), prompt)
     assert [step[..., 0].reshape(-1, 8)[0].tolist() for step in echo] == [list(range(8))] * LENGTH
-    assert [float(value) for value in steps_of(lambda ids: model(ids).logits[..., :8], prompt)[0][0]] == pytest.approx(
-        world.reference[0][0].tolist()
-    )
+    first = steps_of(lambda ids: model(ids).logits[..., :8], prompt)[0][0]
+    assert [float(value) for value in first] == pytest.approx(world.reference[0][0].tolist())

@@ -39,7 +39,7 @@ def test_star_graphs_have_branches_from_one_start_and_edges_in_random_order() ->
         assert graph.prompt.endswith(f"/ {graph.path[0]} {graph.path[-1]} =")
     assert len({graph.prompt for graph in graphs}) == 50 and {graph.right for graph in graphs} == {0, 1, 2}
     assert star_reward(["1 2", "1  2 ", "1 2 2"], ["1 2"] * 3) == [1, 1, 0]
-    final_answer = star_reward.final_answer  # type: ignore[attr-defined]
+    final_answer = star_reward.final_answer
     assert final_answer("1  2 ") == final_answer("1 2") != final_answer("1 2 2"), "what maj@k counts votes for"
 
 
@@ -84,10 +84,6 @@ def test_cuts_are_answered_in_their_order_from_their_prefix_up_to_the_end() -> N
 
 
 def test_the_lexicon_judges_the_share_of_good_words() -> None:
-    assert sentiment_reward(["the film was good", "dull and good", "the film", "bad bad good bad"]) == [
-        1,
-        0.5,
-        0.5,
-        0.25,
-    ]
+    texts = ["the film was good", "dull and good", "the film", "bad bad good bad"]
+    assert sentiment_reward(texts) == [1, 0.5, 0.5, 0.25]
     assert np.mean(sentiment_reward(reviews(500))) == pytest.approx(0.5, abs=0.05)
