@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -31,21 +30,14 @@ class Served:
     def __init__(self, root: Path, output: Path) -> None:
         self._output = output
         with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli", "board", str(root), "--serve", "--port", "0"],
-                stdout=file,
-                stderr=file,
-                env=os.environ,
-            )
+            command = [sys.executable, "-m", "async_grpo.cli", "board", str(root), "--serve", "--port", "0"]
+            self.process = subprocess.Popen(command, stdout=file, stderr=file)
 
     def said(self, pattern: str) -> str:
         """Wait until it prints something that matches."""
 
-        def found() -> re.Match[str] | None:
-            assert self.process.poll() is None or re.search(pattern, self.text), self.text
-            return re.search(pattern, self.text)
-
-        return until(found, pattern)[0]
+        found = lambda: re.search(pattern, self.text)  # noqa: E731
+        return until(found, pattern, process=self.process, said=lambda: self.text)[0]
 
     @property
     def text(self) -> str:

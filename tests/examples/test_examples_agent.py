@@ -64,14 +64,9 @@ def test_what_the_clients_make_of_answers_and_refusals(tmp_path: Path) -> None:
                 client.chat.completions.create(model="gpt-5", messages=prompt)
 
     call = written(("double", {"number": 21}))
-    trainer = build_trainer(
-        tmp_path,
-        chat_template=QWEN3_CHAT_TEMPLATE,
-        train_dataset=chat_rows(),
-        arguments={"rollout_func": OpenAIHarness(agent)},
-        reward_funcs=[length],
-        max_completion_length=300,
-    )
+    given = {"train_dataset": chat_rows(), "reward_funcs": [length], "max_completion_length": 300}
+    harness = {"rollout_func": OpenAIHarness(agent)}
+    trainer = build_trainer(tmp_path, chat_template=QWEN3_CHAT_TEMPLATE, arguments=harness, **given)
     reply = ScriptedGenerator(lambda prompt, index: "42" if "<tool_response>" in prompt else call)
     worker = InProcessWorker(trainer, Streaming(reply))
     with pytest.raises(Exception, match="one model, 'policy'"):

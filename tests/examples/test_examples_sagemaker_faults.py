@@ -101,12 +101,8 @@ def test_a_job_whose_evaluations_do_not_improve_stops_early(tmp_path: Path) -> N
 
 def test_the_entry_point_needs_nothing_but_its_folder() -> None:
     """The service calls it with a path, from any folder."""
-    help_text = subprocess.run(
-        [sys.executable, EXAMPLE / "train.py", "--nothing=1"],
-        env={**os.environ, "SM_ROOT": "/proc/none", "PYTHONPATH": str(EXAMPLE.parents[1] / "src")},
-        cwd="/",
-        capture_output=True,
-        text=True,
-    )
-    assert help_text.returncode == 2 and "There is no hyperparameter nothing" in help_text.stderr
-    assert "the reason could not be written" in help_text.stderr
+    env = {**os.environ, "SM_ROOT": "/proc/none", "PYTHONPATH": str(EXAMPLE.parents[1] / "src")}
+    line = [sys.executable, EXAMPLE / "train.py", "--nothing=1"]
+    ran = subprocess.run(line, env=env, cwd="/", capture_output=True, text=True)
+    assert ran.returncode == 2 and "There is no hyperparameter nothing" in ran.stderr
+    assert "the reason could not be written" in ran.stderr

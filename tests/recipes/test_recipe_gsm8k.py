@@ -122,14 +122,9 @@ def test_an_evaluation_counts_right_answers_and_not_points_for_the_form(recipe):
     judge = Judge.of(functions, AdvantageRule())
     completions = [answered(solution) for solution in ("18", "19", "18")]
     columns = [function(completions=completions, answer=["18"] * 3) for function in functions]
-    group = SimpleNamespace(
-        rewards=np.array(columns).T,
-        completions=completions,
-        completion_lengths=np.array([1, 1, 1]),
-        job=SimpleNamespace(task="", row={}),
-        metrics={},
-    )
-    answers = judge.answers(group)
+    sampled = {"completions": completions, "completion_lengths": np.array([1, 1, 1]), "metrics": {}}
+    job = SimpleNamespace(task="", row={})
+    answers = judge.answers(SimpleNamespace(rewards=np.array(columns).T, job=job, **sampled))
     assert answers.rewards[1] >= 1
     assert answers.successes == [True, False, True]
     about = {"run_id": "", "step": 0, "seconds": 0.0, "replicates": 3, "sampling": {}, "first_seq": 0}

@@ -27,20 +27,10 @@ def make_tiny_qwen3(path: Path, mean_completion_tokens: int = 16, head_dim: int 
     Completions are random text that ends by itself, on average after `mean_completion_tokens`.
     """
     tokenizer = train_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,  # 32 for vLLM on a CPU
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": HIDDEN_SIZE, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}  # 32 for vLLM on a CPU
+    marks = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen3Config(**sizes, **heads, **marks, max_position_embeddings=4096, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
@@ -55,12 +45,8 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    special = {"special_tokens": [END_OF_TEXT], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **special)
     sentences = [row["question"] + " " + row["answer"] for row in generated_rows(50, seed=2)]
     tokenizer.train_from_iterator(sentences, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
@@ -95,10 +81,7 @@ def generated_rows(count: int, seed: int) -> list[dict[str, str]]:
     for _ in range(count):
         apples, boxes = chance.randint(2, 40), chance.randint(2, 40)
         total = apples * boxes
-        rows.append(
-            {
-                "question": f"There are {apples} apples in each of {boxes} boxes. How many apples are there?",
-                "answer": f"{apples} * {boxes} = <<{apples}*{boxes}={total}>>{total} apples.\n#### {total:,}",
-            }
-        )
+        question = f"There are {apples} apples in each of {boxes} boxes. How many apples are there?"
+        answer = f"{apples} * {boxes} = <<{apples}*{boxes}={total}>>{total} apples.\n#### {total:,}"
+        rows.append({"question": question, "answer": answer})
     return rows

@@ -6,31 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from async_grpo.engines import stop_tags
 from async_grpo.envs import SearchEnv, with_tags
 from async_grpo.envs.tags import message_of
 from async_grpo.errors import UsageError
 from async_grpo.rewards import questions
+from kit.tiny_trainer import build_tokenizer
 from kit.tools import CHATML
 
 THOUGHT = "<reasoning>I look.</reasoning>"
 CALL = '<tool>{"name": "search", "args": {"query": "x"}}</tool>'
 NO_CALLS = ['["search"]', '{"args": {}}', '{"name": 7, "args": {}}', '{"name": "search", "arguments": {}}']
 WANTED = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
-
-
-def tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    tokens = [*map(chr, range(32, 127)), "\n", "…", "<pad>", "<|im_start|>", "<|im_end|>"]
-    characters = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    characters.add_special_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<|im_end|>", chat_template=chat_template
-    )
 
 
 def test_a_call_is_read_and_the_rest_is_the_content() -> None:
@@ -66,7 +54,7 @@ def test_what_is_no_valid_call_is_one_that_fails_with_its_reason(text: str, reas
 
 
 def test_a_template_that_knows_no_tools_tells_of_them_and_shows_results() -> None:
-    given = with_tags(tokenizer())
+    given = with_tags(build_tokenizer(CHATML))
     dialogue = [
         {"role": "user", "content": "Who?"},
         {"role": "assistant", "content": THOUGHT, "tool_calls": [WANTED]},
@@ -87,7 +75,7 @@ def test_a_template_that_knows_no_tools_tells_of_them_and_shows_results() -> Non
 
 
 def test_the_tokenizer_reads_calls_and_so_does_its_saved_form() -> None:
-    given = with_tags(tokenizer())
+    given = with_tags(build_tokenizer(CHATML))
     ids = given(THOUGHT + CALL + "<|im_end|>")["input_ids"]
     wanted = message_of(THOUGHT + CALL)
     assert given.parse_response(ids, prefix=[]) == wanted
@@ -96,16 +84,16 @@ def test_the_tokenizer_reads_calls_and_so_does_its_saved_form() -> None:
 
 def test_what_cannot_hold_such_a_dialogue_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no such template.*Set tokenizer.chat_template"):
-        with_tags(tokenizer(None))
+        with_tags(build_tokenizer(None))
     with pytest.raises(UsageError, match="processor of images"):
-        with_tags(SimpleNamespace(tokenizer=tokenizer(), chat_template=CHATML))
+        with_tags(SimpleNamespace(tokenizer=build_tokenizer(), chat_template=CHATML))
     forgets = CHATML.replace("m['content']", "(m['content'] if loop.last else '…')")
     with pytest.raises(UsageError, match="in another way once messages follow"):
-        with_tags(tokenizer(forgets))
+        with_tags(build_tokenizer(forgets))
 
 
 def test_messages_stop_at_tags_only_where_tools_are_called() -> None:
-    trainer: Any = SimpleNamespace(processing_class=with_tags(tokenizer()), tools=[print])
+    trainer: Any = SimpleNamespace(processing_class=with_tags(build_tokenizer(CHATML)), tools=[print])
     assert stop_tags(trainer) == ("</tool>", "</answer>")
     trainer.tools = []
     assert stop_tags(trainer) == ()

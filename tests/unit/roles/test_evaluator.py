@@ -125,14 +125,9 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
     def evaluate(replicates: int) -> None:
         begin = lambda version, sampling: Answered(version, replicates, problem=version)  # noqa: E731
         monkeypatch.setattr(evaluator, "_beginning", lambda server: begin)
-        server: Any = SimpleNamespace(
-            run=run,
-            plan=planned(tmp_path, models=("a", "b")),
-            trainer=object(),
-            state=SimpleNamespace(run_id="run-1"),
-            weights=SimpleNamespace(publish=lambda version, model: None),
-            should_stop=lambda: False,
-        )
+        weights = SimpleNamespace(publish=lambda version, model: None)
+        of_run = {"run": run, "plan": planned(tmp_path, models=("a", "b")), "state": SimpleNamespace(run_id="run-1")}
+        server = SimpleNamespace(**of_run, trainer=object(), weights=weights, should_stop=lambda: False)
         assert evaluator._evaluate_all(server)
 
     run = RunDir(tmp_path / "evaluation")

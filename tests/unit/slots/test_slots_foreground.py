@@ -35,11 +35,7 @@ sys.exit(yard.run(yard.sweep(1)))
 @pytest.mark.parametrize("command", [EXPERIMENT, SWEEP], ids=["experiment", "sweep"])
 def test_a_signal_behind_the_last_line_changes_no_exit_code(command: str, tmp_path: Path) -> None:
     path = os.pathsep.join(str(folder) for folder in (UNIT.parents[1] / "src", UNIT / "runner", UNIT / "sweeps"))
-    ran = subprocess.run(
-        [sys.executable, "-c", SIGNALS_AT_EXIT + command, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=DEADLINE_S,
-        capture_output=True,
-        text=True,
-    )
+    line = [sys.executable, "-c", SIGNALS_AT_EXIT + command, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(line, env=env, timeout=DEADLINE_S, capture_output=True, text=True)
     assert (ran.returncode, "Exception ignored" in ran.stderr) == (0, False), ran.stdout + ran.stderr

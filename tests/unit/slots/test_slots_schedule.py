@@ -16,18 +16,7 @@ import pytest
 from slots_yard import Yard
 
 from async_grpo.errors import AsyncGRPOError, UsageError, reason_of
-from async_grpo_experiments.slots import held
-from async_grpo_experiments.slots.ledger import (
-    FAILED,
-    FINISHED,
-    RUNNING,
-    STOPPED,
-    WAITING,
-    Record,
-    born,
-    end_leftovers,
-    read,
-)
+from async_grpo_experiments.slots import held, ledger
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
 from async_grpo_experiments.slots.schedule import Command, Task
 from kit.waiting import DEADLINE_S, is_gone
@@ -43,22 +32,22 @@ def test_more_tasks_than_places_wait_and_the_longest_start_first(yard: Yard) -> 
     tasks = [yard.task(name, f"echo {name} >> {yard.folder}/order", expected_s=it) for name, it in seconds.items()]
     records = yard.schedule(*tasks, places=ONLY).run()
     assert (yard.folder / "order").read_text().split() == ["unknown", "long", "middle", "short"]
-    assert {record.state for record in records.values()} == {FINISHED}
+    assert {record.state for record in records.values()} == {ledger.FINISHED}
     assert {record.place for record in records.values()} == {"only"}
 
 
 def test_a_place_has_one_task_at_a_time(yard: Yard) -> None:
     busy = f"mkdir {yard.folder}/at_$PLACE && sleep 0.02 && rmdir {yard.folder}/at_$PLACE"
     records = yard.schedule(*(yard.task(str(number), busy) for number in range(8))).run()
-    assert {record.state for record in records.values()} == {FINISHED}
+    assert {record.state for record in records.values()} == {ledger.FINISHED}
 
 
 def test_a_task_that_fails_ends_none_other_and_its_last_words_are_kept(yard: Yard) -> None:
     records = yard.schedule(yard.task("good", "sleep 0.1"), yard.task("bad", "echo error: no luck >&2; exit 3")).run()
-    assert (records["good"].state, records["bad"].state, records["bad"].code) == (FINISHED, FAILED, 3)
+    assert (records["good"].state, records["bad"].state, records["bad"].code) == (ledger.FINISHED, ledger.FAILED, 3)
     assert records["bad"].why == "exit code 3: error: no luck"
     assert records["bad"].last_words == "error: no luck"
-    assert read(yard.folder / "slots.jsonl") == records
+    assert ledger.read(yard.folder / "slots.jsonl") == records
 
 
 def test_the_reason_that_a_task_has_written_is_shown_and_not_its_last_line(yard: Yard) -> None:
@@ -78,13 +67,13 @@ def test_a_reason_is_one_line() -> None:
 
 def test_a_task_that_ends_well_without_being_done_has_failed(yard: Yard) -> None:
     records = yard.schedule(yard.task("half", "true", unfinished=lambda: "it is at step 2 of 5")).run()
-    assert (records["half"].state, records["half"].why) == (FAILED, "it is at step 2 of 5")
+    assert (records["half"].state, records["half"].why) == (ledger.FAILED, "it is at step 2 of 5")
 
 
 def test_a_task_whose_log_cannot_be_opened_fails_alone(yard: Yard) -> None:
     (yard.folder / "stuck.log").mkdir()
     records = yard.schedule(yard.task("stuck", "true"), yard.task("good", "true"), places=ONLY).run()
-    assert (records["stuck"].state, records["good"].state) == (FAILED, FINISHED)
+    assert (records["stuck"].state, records["good"].state) == (ledger.FAILED, ledger.FINISHED)
     assert "stuck.log" in records["stuck"].why
 
 
@@ -100,7 +89,7 @@ def test_a_second_queue_on_the_ledger_does_not_start_again_what_has_finished(yar
     yard.schedule(done, yard.task("broken", script), places=ONLY).run()
     (yard.folder / "mended").touch()
     records = yard.schedule(done, yard.task("broken", script)).run()
-    assert {record.state for record in records.values()} == {FINISHED}
+    assert {record.state for record in records.values()} == {ledger.FINISHED}
     assert len((yard.folder / "starts").read_text().split()) == 3
 
 
@@ -112,9 +101,9 @@ def test_a_stop_asks_and_a_second_one_kills(yard: Yard) -> None:
     deaf, polite = yard.task("deaf", DEAF, grace_s=1000.0), yard.task("polite", "sleep 1000")
     schedule = yard.schedule(deaf, polite, yard.task("never", "touch never"), look=look)
     records = schedule.run()
-    assert (records["deaf"].state, records["deaf"].code) == (STOPPED, -signal.SIGKILL)
-    assert records["polite"].state == STOPPED
-    assert records["never"].state == WAITING
+    states = {"deaf": ledger.STOPPED, "polite": ledger.STOPPED, "never": ledger.WAITING}
+    assert {name: record.state for name, record in records.items()} == states
+    assert records["deaf"].code == -signal.SIGKILL
 
 
 def test_starts_are_staggered(yard: Yard) -> None:
@@ -140,13 +129,15 @@ def left_over(command: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def record_of(process: subprocess.Popen[str], later_s: float = 0.0) -> Record:
-    return Record(task=str(process.pid), state=RUNNING, pid=process.pid, born=born(process.pid) - later_s)
+def record_of(process: subprocess.Popen[str], later_s: float = 0.0) -> ledger.Record:
+    return ledger.Record(
+        task=str(process.pid), state=ledger.RUNNING, pid=process.pid, born=ledger.born(process.pid) - later_s
+    )
 
 
 def test_what_a_killed_queue_has_left_is_ended_by_its_pid(yard: Yard) -> None:
     with left_over(DEAF) as deaf, left_over(POLITE) as polite:
-        end_leftovers([record_of(deaf), record_of(polite)], grace_s=0.1, say=yard.said.append)
+        ledger.end_leftovers([record_of(deaf), record_of(polite)], grace_s=0.1, say=yard.said.append)
         assert (deaf.poll(), polite.poll()) == (-signal.SIGKILL, -signal.SIGTERM)
         assert yard.said[-1] == f"killing pid {deaf.pid}: it did not end in 0.1 s"
 
@@ -156,7 +147,7 @@ def test_what_a_left_process_has_started_and_does_not_end_is_killed_with_it(yard
     with left_over(f"({DEAF}) & wait") as launcher:
         servers = psutil.Process(launcher.pid).children(recursive=True)
         try:
-            end_leftovers([record_of(launcher)], grace_s=0.1, say=yard.said.append)
+            ledger.end_leftovers([record_of(launcher)], grace_s=0.1, say=yard.said.append)
             assert servers and all(map(is_gone, servers))
         finally:
             for server in servers:
@@ -177,7 +168,7 @@ def test_a_task_ends_with_the_process_that_runs_the_queue(yard: Yard) -> None:
 
 def test_a_process_that_only_has_the_pid_of_a_task_is_left_alone(yard: Yard) -> None:
     with left_over(POLITE) as stranger:
-        end_leftovers([record_of(stranger, later_s=5)], grace_s=0.1, say=yard.said.append)
+        ledger.end_leftovers([record_of(stranger, later_s=5)], grace_s=0.1, say=yard.said.append)
         assert stranger.poll() is None and not yard.said
 
 
@@ -187,7 +178,7 @@ def test_a_clock_that_was_set_makes_no_stranger_of_what_a_killed_queue_has_left(
     with left_over(POLITE) as left:
         record, booted = record_of(left), psutil.boot_time()
         monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 1)
-        end_leftovers([record], grace_s=10.0, say=yard.said.append)
+        ledger.end_leftovers([record], grace_s=10.0, say=yard.said.append)
         assert left.poll() is not None
 
 
@@ -196,7 +187,7 @@ def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
     before, children = me.num_fds(), set(me.children())
     schedule = yard.schedule(*(yard.task(str(number), "true") for number in range(40)), places=core_places(8, [0]))
     records = schedule.run()
-    assert len(records) == 40 and {record.state for record in records.values()} == {FINISHED}
+    assert len(records) == 40 and {record.state for record in records.values()} == {ledger.FINISHED}
     assert me.num_fds() <= before + 1  # the ledger's own
     assert set(me.children()) == children
     assert not schedule._starter._processes and not schedule._starter.exits
