@@ -16,13 +16,15 @@ from async_grpo.formatting import as_text, printable
 from async_grpo.images import EncodedImage
 from kit.archived_run import HOSTILE, ArchivedRun, three_steps
 
+Said = pytest.CaptureFixture[str]
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+
+def shown(capsys: Said, *arguments: object) -> str:
     assert main(["rollouts", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(capsys: Said, *arguments: object) -> str:
     assert main(["rollouts", *map(str, arguments)]) == 2
     return capsys.readouterr().err
 
@@ -37,7 +39,7 @@ def page_of(run: ArchivedRun) -> Path:
     return page
 
 
-def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     text = shown(capsys, run.root, "--limit", 4)
     assert "group 5  step 3, staleness 1, dev2, policy 1" in text
@@ -46,7 +48,7 @@ def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.Cap
     assert "group 4" in text and "group 3" not in text and "the newest 4" in text
 
 
-def test_functions_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_of_one_name_are_told_apart(tmp_path: Path, capsys: Said) -> None:
     run = ArchivedRun(tmp_path)
     run.use(1, [0], reward_names=("right", "right"))
     assert "right 1  right (2) 0.5" in shown(capsys, run.root)
@@ -54,7 +56,7 @@ def test_functions_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.Cap
     assert data["rewards"] == ["right", "right (2)"] and data["rows"][0][7:] == [1.0, 0.5]
 
 
-def test_those_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_those_of_a_node(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     run.use(4, [20, 21], node="gpu2")
     text = shown(capsys, run.root, "--node", "gpu2")
@@ -64,7 +66,7 @@ def test_those_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "gpu2: 2" in capsys.readouterr().out
 
 
-def test_advantages_of_a_critic_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advantages_of_a_critic_are_not_shown(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     run.run.hyperparameters.write_text(json.dumps({"advantages": "critic"}))
     text = shown(capsys, run.root)
@@ -73,9 +75,7 @@ def test_advantages_of_a_critic_are_not_shown(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("order", [[], ["--worst"], ["--best"]])
 @pytest.mark.parametrize("state", ["stopped", "running"])
-def test_what_no_step_used_comes_last_and_says_so(
-    order: list[str], state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_step_used_comes_last_and_says_so(order: list[str], state: str, tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path, state=state)
     run.line(dropped=7, reason="equal rewards")
     run.group(7, 3)
@@ -86,13 +86,13 @@ def test_what_no_step_used_comes_last_and_says_so(
     assert groups[-1] == ("6", "left") and "left over when the run ended, not trained on, dev1, policy 3" in text
 
 
-def test_one_token_is_singular_and_in_the_same_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_token_is_singular_and_in_the_same_column(tmp_path: Path, capsys: Said) -> None:
     run = ArchivedRun(tmp_path)
     run.use(1, [0], completion_lengths=np.array([1, 4], np.int32))
     assert sorted(re.findall(r" +\d tokens?(?= )", shown(capsys, run.root))) == ["      1 token", "     4 tokens"]
 
 
-def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     run.group(3, 0, completions=["long\n" * 40 + "the end", "short"], extra_columns={"why": ["because", None]})
     worst = shown(capsys, run.root, "--step", 2, "--worst", "--limit", 1)
@@ -102,7 +102,7 @@ def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: pytest.
     assert "the end" in whole and "why: because" in whole
 
 
-def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsys: Said) -> None:
     run = ArchivedRun(tmp_path)
     lengths = np.array([1, 0], np.int32)
     run.use(1, [0], prompts=["question 0, seen"])
@@ -117,7 +117,7 @@ def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsy
     assert "prompt as sampled, of completion 2: it snows" in capsys.readouterr().out
 
 
-def test_one_group_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_group_of_an_evaluation(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     for seq in (9_000_000_000, 9_000_000_001):
         run.group(seq)
@@ -127,7 +127,7 @@ def test_one_group_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "no finished group 9000000002" in refused(capsys, run.root, "--job", 9_000_000_002, *more)
 
 
-def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     assert "No group of step 9" in refused(capsys, run.root, "--step", 9)
     assert "no finished group 99" in refused(capsys, run.root, "--job", 99)
@@ -139,14 +139,14 @@ def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     assert "has no finished group yet" in refused(capsys, ArchivedRun(tmp_path / "new").root)
 
 
-def test_a_damaged_file_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_left_out_and_named(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     run.group(5).write_bytes(b"")
     text = shown(capsys, run.root)
     assert "group 4" in text and "left out: done/0000000/0000000005" in text
 
 
-def test_turn_rewards_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_turn_rewards_are_shown(tmp_path: Path, capsys: Said) -> None:
     run = ArchivedRun(tmp_path)
     counts, rewards = np.array([2, 1], np.int32), np.array([0.25, np.nan, 0.5], np.float32)
     run.use(1, [0], turn_counts=counts, turn_rewards=rewards)
@@ -170,7 +170,7 @@ def test_a_dialogue_is_on_the_page_by_its_turns(tmp_path: Path) -> None:
     assert 'search({"query": "sea"})' in parts[0][1]
 
 
-def test_hostile_text_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_text_steers_no_terminal(tmp_path: Path, capsys: Said) -> None:
     run = ArchivedRun(tmp_path)
     run.use(1, [0], completions=[HOSTILE, "[bold red]x[/]"], prompt=HOSTILE)
     text = shown(capsys, run.root)
@@ -203,9 +203,7 @@ def test_the_page_holds_the_rollouts_and_nothing_of_them_as_markup(tmp_path: Pat
     assert page.stat().st_mode & 0o777 == 0o600
 
 
-def test_images_are_named_on_the_screen_and_shown_on_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_are_named_on_the_screen_and_shown_on_the_page(tmp_path: Path, capsys: Said) -> None:
     png, svg, large = b"\x89PNG...", b"<svg onload=alert(1)>", b"\xff\xd8\xff" + bytes(3_000_000)
     looked = [{"role": "tool", "content": [{"type": "image", "image": EncodedImage(b"GIF89a")}]}]
     run = ArchivedRun(tmp_path)
@@ -219,9 +217,7 @@ def test_images_are_named_on_the_screen_and_shown_on_the_page(
     assert sorted(row[6] for row in data["rows"]) == [[], ["data:image/gif;base64," + b64encode(b"GIF89a").decode()]]
 
 
-def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(tmp_path: Path, capsys: Said) -> None:
     run = three_steps(tmp_path)
     page = tmp_path / "page.html"
     assert "only the newest 3 are in it" in shown(capsys, run.root, "--html", page, "--limit", 3)

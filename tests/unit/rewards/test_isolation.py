@@ -26,7 +26,6 @@ from async_grpo.rewards.sandbox.seccomp import filter_program, forbidden
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 SYSTEM_PYTHON = Path("/usr/bin/python3")  # one that an ordinary user can reach, wherever this environment lies
-USERS = ["own", "ordinary"]
 WORKERS: list[subprocess.Popen[str]] = []
 
 # What an ordinary user's worker does, one request a line. Imports first: that user may not reach the checkout.
@@ -54,6 +53,11 @@ for line in sys.stdin:
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1")
+
+
+@pytest.fixture(params=["own", "ordinary"])
+def user(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def run(user: str, source: str, *, at_once: int = 1, **limits: Any) -> list[dict[str, Any]]:
@@ -119,7 +123,6 @@ def secret() -> int:
     return number
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_honest_programs_beside_each_other_are_all_right(user: str) -> None:
     """Each has its own count of processes and threads."""
     source = """
@@ -137,7 +140,6 @@ def test_honest_programs_beside_each_other_are_all_right(user: str) -> None:
     assert [result["stdout"] for result in results] == ["5\n"] * 4, results
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_it_has_as_many_processes_as_it_was_given(user: str) -> None:
     source = """
 import os, time
@@ -153,7 +155,6 @@ except OSError:
     assert run(user, source, processes=4)[0]["stdout"] == "4\n"
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_keys_of_the_session_stay_outside(user: str, secret: int) -> None:
     if not secret:
         pytest.skip("no keys here")
@@ -168,7 +169,6 @@ print(found.raw.strip(b"\\0"))
     assert run(user, source)[0]["stdout"] == "b''\n"
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_system_calls_that_it_does_not_need_are_refused(user: str) -> None:
     source = f"""
 import ctypes, errno, json, socket
@@ -194,7 +194,6 @@ print(json.dumps(found))
     assert found == right | {name: "EAFNOSUPPORT" for name in found if name.startswith("AF_")}
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_what_an_ordinary_program_uses_works(user: str) -> None:
     source = """
 import asyncio, concurrent.futures, mmap, os, random, socket, subprocess, sys, tempfile, threading, time
@@ -215,7 +214,6 @@ print("fine")
     assert run(user, source)[0]["stdout"] == "fine\n"
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_nothing_but_its_directory_can_be_written(user: str) -> None:
     source = """
 import os
@@ -231,7 +229,6 @@ print(written)
     assert run(user, source)[0]["stdout"] == "['/program']\n"
 
 
-@pytest.mark.parametrize("user", USERS)
 def test_a_large_program_runs_and_its_size_is_no_file_of_its_own(user: str) -> None:
     result = run(user, f"# {'x' * 9_000_000}\nopen('/program/file', 'wb').write(bytes(900_000))\nprint('fine')")[0]
     assert (result["stdout"], result["stderr"]) == ("fine\n", "")

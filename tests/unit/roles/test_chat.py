@@ -52,6 +52,14 @@ def save(folder: Path, template: str | None = None) -> Path:
     return folder
 
 
+Said = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Said, folder: Path, *more: str) -> str:
+    assert main(["chat", str(folder), "--device", "cpu", *more]) == 2
+    return capsys.readouterr().err
+
+
 class Scripted:
     """A model's `generate` that says each of `answers` in turn, letter by letter, and keeps what it was given."""
 
@@ -105,20 +113,16 @@ def test_a_run_means_its_newest_complete_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "says"), [(None, "There is no folder"), ("", "is not a checkpoint"), ("checkpoint-7", "checkpoint-7.")]
 )
-def test_what_is_no_checkpoint_is_refused(
-    made: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_checkpoint_is_refused(made: str | None, says: str, tmp_path: Path, capsys: Said) -> None:
     if made is not None:
         (tmp_path / "folder" / made).mkdir(parents=True)
-    assert main(["chat", str(tmp_path / "folder"), "--device", "cpu"]) == 2
-    assert says in capsys.readouterr().err
+    assert says in refused(capsys, tmp_path / "folder")
 
 
-def test_a_checkpoint_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path, capsys: Said) -> None:
     folder = save(tmp_path / "saved")
     (folder / "model.safetensors").unlink()
-    assert main(["chat", str(folder), "--device", "cpu", "--prompt", "a"]) == 2
-    assert "cannot be loaded" in capsys.readouterr().err
+    assert "cannot be loaded" in refused(capsys, folder, "--prompt", "a")
 
 
 def test_a_checkpoint_that_a_live_run_deletes_while_it_is_loaded_is_replaced_by_the_newest(
@@ -137,7 +141,7 @@ def test_a_checkpoint_that_a_live_run_deletes_while_it_is_loaded_is_replaced_by_
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_one_answer_is_all_of_standard_output(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_answer_is_all_of_standard_output(kind: str, tmp_path: Path, capsys: Said) -> None:
     folder = save(tmp_path / "base")
     if kind == "adapter":
         adapted = get_peft_model(Qwen3ForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
@@ -153,13 +157,12 @@ def test_one_answer_is_all_of_standard_output(kind: str, tmp_path: Path, capsys:
     assert f"loading {folder}" in said[0].err
 
 
-def test_an_adapter_without_a_named_base_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_without_a_named_base_says_what_to_do(tmp_path: Path, capsys: Said) -> None:
     get_peft_model(model(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    assert main(["chat", str(tmp_path / "adapter"), "--device", "cpu", "--prompt", "a"]) == 2
-    assert "base_model_name_or_path" in capsys.readouterr().err
+    assert "base_model_name_or_path" in refused(capsys, tmp_path / "adapter", "--prompt", "a")
 
 
-def test_a_dialogue_is_kept(dialogue: Talks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dialogue_is_kept(dialogue: Talks, capsys: Said) -> None:
     talks = dialogue(system="be brief")
     scripted = Scripted(talks, "yes", "no")
     talks.answer("one")
@@ -169,21 +172,16 @@ def test_a_dialogue_is_kept(dialogue: Talks, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "yes\nno\n"
 
 
-def test_without_a_chat_template_each_text_stands_alone(
-    dialogue: Talks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_chat_template_each_text_stands_alone(dialogue: Talks, tmp_path: Path, capsys: Said) -> None:
     talks = dialogue(None)
     scripted = Scripted(talks, "x", "y")
     talks.answer("ab")
     talks.answer("cd")
     assert scripted.seen == ["ab", "cd"]
-    assert main(["chat", str(tmp_path / "saved"), "--device", "cpu", "--system", "be brief"]) == 2
-    assert "no chat template" in capsys.readouterr().err
+    assert "no chat template" in refused(capsys, tmp_path / "saved", "--system", "be brief")
 
 
-def test_a_line_that_is_no_utf_8_is_answered(
-    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_is_no_utf_8_is_answered(dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
     talks = dialogue(None)
     Scripted(talks, "yes", "no")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), encoding="utf-8"))
@@ -193,7 +191,7 @@ def test_a_line_that_is_no_utf_8_is_answered(
 
 
 def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dialogue(
-    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:
     talks = dialogue()
     scripted = Scripted(talks, "one two three", "fin", stopped_after=7)
@@ -206,7 +204,7 @@ def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dial
 
 
 def test_what_is_longer_than_the_model_reads_is_refused_and_the_dialogue_goes_on(
-    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Talks, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:
     talks = dialogue()
     scripted = Scripted(talks, "fin")
@@ -216,6 +214,6 @@ def test_what_is_longer_than_the_model_reads_is_refused_and_the_dialogue_goes_on
     assert scripted.seen == ["<user>b|<assistant>"]
 
 
-def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_do_not_reach_the_terminal(capsys: Said) -> None:
     chat._Spoken(tokenizer()).on_finalized_text("a\x1b[2J", stream_end=True)
     assert capsys.readouterr().out == "a\\x1b[2J\n"

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +20,6 @@ from async_grpo.rundir.paths import RunDir, RunState
 from kit.plans import planned
 
 CONFIG = Path("my_trainer.py")
-HOLD_LOCK = """
-import sys
-from async_grpo.rundir.locks import KernelLock
-lock = KernelLock(sys.argv[1])
-assert lock.try_acquire({"role": "parameter server"})
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -57,18 +45,6 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@contextmanager
-def live_server(root: Path) -> Iterator[int]:
-    """Another process that holds the lock, as a parameter server does; gives its pid."""
-    command = [sys.executable, "-c", HOLD_LOCK, str(root / "server.lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout.readline() == "held\n"
-            yield child.pid
-        finally:
-            child.kill()
-
-
 def test_a_fresh_directory(root: Path) -> None:
     state = prepare(root / "deep", planned(CONFIG, master_device="1", worker_devices=("1", "1", "2")))
     assert RunDir(root / "deep").read_state() == state
@@ -77,15 +53,11 @@ def test_a_fresh_directory(root: Path) -> None:
     assert (root / "deep").stat().st_mode & 0o777 == 0o700, "prompts and completions are nobody else's business"
 
 
-@pytest.mark.parametrize(
-    "ended",
-    [{"state": runs.FINISHED, "step": 100}, {"state": runs.FAILED, "step": 0}, {"state": runs.STOPPED, "step": 0}],
-)
-def test_a_run_that_is_over_is_moved_aside_and_nothing_of_it_is_lost(root: Path, ended: dict[str, Any]) -> None:
-    old = old_run(root, **ended)
+@pytest.mark.parametrize(("state", "step"), [(runs.FINISHED, 100), (runs.FAILED, 0), (runs.STOPPED, 0)])
+def test_a_run_that_is_over_is_moved_aside_and_nothing_of_it_is_lost(root: Path, state: str, step: int) -> None:
+    old = old_run(root, state=state, step=step)
     before = everything(root)
-    new = prepare(root, planned(CONFIG))
-    assert new.run_id != old.run_id
+    assert prepare(root, planned(CONFIG)).run_id != old.run_id
     [aside] = [path for path in root.parent.iterdir() if path != root]
     assert aside.name.startswith("worker-2")
     assert everything(aside) | {"server.lock": b""} == before | {"server.lock": b""}
@@ -103,23 +75,16 @@ def test_runs_that_finish_in_the_same_second_get_different_names(root: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "unfinished",
-    [
-        {"state": runs.RUNNING, "step": 0},  # killed while it loaded, or still loading
-        {"state": runs.RUNNING, "step": 7},
-        {"state": runs.STOPPED, "step": 7},
-        {"state": runs.FAILED, "step": 7},
-    ],
+    ("state", "step"),
+    [(runs.RUNNING, 0), (runs.RUNNING, 7), (runs.STOPPED, 7), (runs.FAILED, 7)],  # 0: killed while it loaded
 )
-def test_an_unfinished_run_is_refused_with_three_ways_out_and_not_touched(
-    root: Path, unfinished: dict[str, Any]
-) -> None:
-    old = old_run(root, **unfinished)
+def test_an_unfinished_run_is_refused_with_three_ways_out_and_not_touched(root: Path, state: str, step: int) -> None:
+    old = old_run(root, state=state, step=step)
     before = everything(root)
     with pytest.raises(RunDirError) as refusal:
         prepare(root, planned(CONFIG))
     text = str(refusal.value)
-    assert f"{root} holds an unfinished run ({old.run_id}, {old.state}, step {old.step}, started {old.started})" in text
+    assert f"{root} holds an unfinished run ({old.run_id}, {state}, step {step}, started {old.started})" in text
     assert all(way in text for way in ("--resume", "--run-dir OTHER", "--overwrite"))
     assert {**everything(root), "server.lock": b""} == {**before, "server.lock": b""}
 
@@ -219,13 +184,14 @@ def test_a_file_in_its_place_is_refused(root: Path) -> None:
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
 def test_a_directory_in_use_names_who_uses_it_whatever_is_asked(root: Path, how: dict[str, bool]) -> None:
     old_run(root, state=runs.STOPPED, step=7)
-    with live_server(root) as pid:
+    with KernelLock(root / "server.lock") as lock:
+        assert lock.try_acquire({"role": "parameter server"})
         before = everything(root)
         with pytest.raises(RunDirError) as refusal:
             prepare(root, planned(CONFIG, **how))
-        text = str(refusal.value)
-        assert f"{root} is in use by a live parameter server (pid {pid}, host {socket.gethostname()}, since 2" in text
-        assert "choose another --run-dir" in text
+        who = f"(pid {os.getpid()}, host {socket.gethostname()}, since 2"
+        assert f"{root} is in use by a live parameter server {who}" in str(refusal.value)
+        assert "choose another --run-dir" in str(refusal.value)
         assert everything(root) == before
 
 

@@ -19,11 +19,25 @@ from async_grpo.rundir.paths import RunDir
 from kit.plans import planned
 
 FIGURES: dict[str, Any] = {
-    "state": runs.FINISHED, "run_id": "abc", "steps": 100, "wall_seconds": 61.4, "worker_restarts": 0,
-    "rollouts": 12800, "rollouts_per_second": 212.345, "staleness_mean": 1.234, "staleness_max": 3,
-    "trainer_wait_fraction": 0.251, "worker_busy_fraction": 0.875, "jobs_quarantined": 0, "groups_dropped": 0,
-    "reward_first": 0.25, "reward_last": 0.96, "accuracy_before": 0.3, "accuracy_after": 0.97,
-    "checkpoints": "out/checkpoints", "tensorboard": "worker/tensorboard",
+    "state": runs.FINISHED,
+    "run_id": "abc",
+    "steps": 100,
+    "wall_seconds": 61.4,
+    "worker_restarts": 0,
+    "rollouts": 12800,
+    "rollouts_per_second": 212.345,
+    "staleness_mean": 1.234,
+    "staleness_max": 3,
+    "trainer_wait_fraction": 0.251,
+    "worker_busy_fraction": 0.875,
+    "jobs_quarantined": 0,
+    "groups_dropped": 0,
+    "reward_first": 0.25,
+    "reward_last": 0.96,
+    "accuracy_before": 0.3,
+    "accuracy_after": 0.97,
+    "checkpoints": "out/checkpoints",
+    "tensorboard": "worker/tensorboard",
 }
 
 

@@ -84,6 +84,12 @@ def start(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         actor.communicate()
 
 
+def kill(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
 def text_of(picture: RenderableType, width: int = 80) -> str:
     console = Console(file=StringIO(), width=width, highlight=False)
     console.print(picture)
@@ -159,9 +165,7 @@ def test_a_run_whose_server_was_killed(run: RunDir, start: Callable[..., Any], c
     server = start("server", TRAINING)
     start("dev1", GENERATING)
     killed = start("dev2", GENERATING)
-    for process in (server, killed):
-        process.kill()
-        process.wait()
+    kill(server, killed)
     view = look(run.root)
     assert (view.state, view.live) == (DEAD, False)
     assert f"(pid {server.pid}, last seen training) was killed, or the machine went down." in view.sentence
@@ -190,9 +194,7 @@ def test_a_run_that_ends_just_now(run: RunDir, start: Callable[..., Any]) -> Non
 
 
 def test_a_resumed_run_does_not_show_the_dead_of_the_one_before(run: RunDir, start: Callable[..., Any]) -> None:
-    earlier = start("dev3", GENERATING)
-    earlier.kill()
-    earlier.wait()
+    kill(start("dev3", GENERATING))
     start("server", TRAINING)
     assert look(run.root).workers == ()
     assert "no live worker" in look(run.root).sentence
@@ -203,9 +205,7 @@ def test_a_resumed_run_does_not_show_the_dead_of_the_one_before(run: RunDir, sta
 
 
 def test_a_run_that_is_resumed_starts_and_is_not_dead(run: RunDir, start: Callable[..., Any]) -> None:
-    for earlier in (start("server", TRAINING), start("dev1", GENERATING)):
-        earlier.kill()
-        earlier.wait()
+    kill(start("server", TRAINING), start("dev1", GENERATING))
     assert look(run.root).state == DEAD
     prepare(run.root, planned(Path("my_trainer.py"), resume=True))
     view = look(run.root)
