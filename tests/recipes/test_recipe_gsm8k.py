@@ -192,12 +192,9 @@ def test_templates_that_end_turns_with_the_end_of_text_are_kept(recipe):
     assert recipe.with_working_out(Tokenizer(chat_ml, "<|im_end|>")).startswith(chat_ml)
     assert recipe.with_working_out(Tokenizer("{{ eos_token }}")).startswith("{{ eos_token }}")
     for template in (None, chat_ml):  # a base model, without a template and with one that it would never end
-        assert recipe.with_working_out(Tokenizer(template)).startswith(recipe.PLAIN_CHAT_TEMPLATE)
-
-
-def test_a_saved_template_gets_no_second_tag(recipe):
-    once = recipe.with_working_out(Tokenizer(None))
-    assert recipe.with_working_out(Tokenizer(once)) == once
+        once = recipe.with_working_out(Tokenizer(template))
+        assert once.startswith(recipe.PLAIN_CHAT_TEMPLATE)
+        assert recipe.with_working_out(Tokenizer(once)) == once, "a saved one gets no second tag"
 
 
 def test_the_prompt_ends_with_the_start_tag_and_has_no_braces(recipe, tiny_model):

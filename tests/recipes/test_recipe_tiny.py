@@ -22,13 +22,9 @@ def short_warm_start(recipe, tmp_path, monkeypatch):
 
 def test_held_out_problems_are_never_trained_on(recipe):
     training, held_out = recipe.split_problems()
-    assert len(set(held_out)) == 300
-    assert len(set(training)) == 50 * 50 - 300
+    assert (len(set(held_out)), len(set(training))) == (300, 50 * 50 - 300)
     assert not {frozenset(problem) for problem in training} & {frozenset(problem) for problem in held_out}
-
-
-def test_the_split_is_always_the_same(recipe):
-    assert recipe.split_problems() == recipe.split_problems()
+    assert recipe.split_problems() == (training, held_out), "always the same split"
 
 
 def test_the_warm_start_sees_training_problems_only(recipe):
@@ -54,8 +50,7 @@ def test_only_the_exact_digits_are_rewarded(recipe):
 def test_tokenizer_gives_text_back(recipe):
     tokenizer = recipe.build_tokenizer()
     ids = tokenizer("07+41=048<eos>")["input_ids"]
-    assert len(ids) == 10
-    assert ids[-1] == tokenizer.eos_token_id
+    assert (len(ids), ids[-1]) == (10, tokenizer.eos_token_id)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "07+41=048"
 
 

@@ -20,9 +20,8 @@ from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_
 def settings(tmp_path_factory: pytest.TempPathFactory) -> DPOSettings:
     tokenizer = words_tokenizer("abcdefgh")
     reference = save(tmp_path_factory.mktemp("reference"), endless_transformer(tokenizer), tokenizer)
-    return DPOSettings(
-        reference=reference, num_workers=0, batch_size=8, micro_batch_size=8, gradient_checkpointing=False
-    )
+    small = {"num_workers": 0, "batch_size": 8, "micro_batch_size": 8, "gradient_checkpointing": False}
+    return DPOSettings(reference=reference, **small)
 
 
 def rows_of(dpo: DPO) -> Rows:
@@ -48,8 +47,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     settings: DPOSettings, loss_type: list[str], tmp_path: Path
 ) -> None:
     dpo = DPO(replace(settings, loss_type=loss_type))
-    rows = rows_of(dpo)
-    rows = Rows(rows.items[:8])
+    rows = Rows(rows_of(dpo).items[:8])
     trainer = dpo.trainer(rows, None, tmp_path)
     torch.manual_seed(1)
     with torch.no_grad():

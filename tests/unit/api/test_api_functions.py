@@ -83,11 +83,8 @@ def test_a_function_of_a_module_reaches_another_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module_run", [False, True])
 def test_a_function_of_the_main_script_reaches_another_process(module_run: bool, tmp_path: Path) -> None:
-    (tmp_path / "my_script.py").write_text(
-        "from async_grpo.api.functions import setup_of\n"
-        "def build(): return 'of a script'\n"
-        "if __name__ == '__main__': print(setup_of(build).file)\n"
-    )
+    script = "from async_grpo.api.functions import setup_of\ndef build(): return 'of a script'\n"
+    (tmp_path / "my_script.py").write_text(script + "if __name__ == '__main__': print(setup_of(build).file)\n")
     command = [sys.executable, *(["-m", "my_script"] if module_run else ["my_script.py"])]
     env = {"PYTHONPATH": SRC, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)

@@ -118,11 +118,3 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
     drawn = plot({step: float(step % 7) for step in range(1, 10 * POINTS + 1)})
     assert drawn.count(",") < 2 * POINTS and f"step {10 * POINTS}" in drawn
     assert plot({1: 1.0}) == "" and "reward, 1 to 1" in plot({1: 1.0, 2: 1.0})
-
-
-def test_a_step_that_a_resumed_run_logs_again_is_one_point(run_dir: Path) -> None:
-    logged = [(1, 0.0), (2, 9.0), (2, 1.0), (3, 2.0)]
-    lines = (json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in logged)
-    RunDir(run_dir).metrics.write_text("".join(lines))
-    drawn = Panel(run_dir).html(look(run_dir, details=False))
-    assert "reward, 0 to 2" in drawn and ">step 3<" in drawn

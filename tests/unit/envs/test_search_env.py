@@ -58,15 +58,11 @@ class TestIndex:
         (tmp_path / "jax").mkdir()
         (tmp_path / "jax" / "__init__.py").touch()
         (tmp_path / "jax" / "lax.py").write_text("def top_k(*_):\n    raise SystemExit('JAX took the GPU')\n")
-        code = (
-            "from async_grpo.envs import Passages\n"
-            "assert Passages.of(['grass is green', 'the sky is blue']).search('sky', 1) == ['the sky is blue']\n"
-            "import jax.lax  # a reward function may still\n"
-        )
-        path = os.pathsep.join([str(tmp_path), *sys.path])
-        ran = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=120
-        )
+        code = "from async_grpo.envs import Passages\n"
+        code += "assert Passages.of(['grass is green', 'the sky is blue']).search('sky', 1) == ['the sky is blue']\n"
+        code += "import jax.lax  # a reward function may still\n"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=120)
         assert ran.returncode == 0, ran.stderr.decode()
 
     def test_an_index_on_disk(self, tmp_path: Path) -> None:

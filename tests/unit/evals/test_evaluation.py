@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -303,12 +303,12 @@ def test_evaluations_and_training_have_archives_of_the_same_size(yard: Yard) -> 
     assert kept == ["0000000001", "0000000002", "9000000003", "9000000004"]
 
 
+@dataclass
 class Weights:
     """Published weights that the test advances."""
 
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self.held: int | None = None
+    version: int | None = None
+    held: int | None = None
 
     def hold(self) -> int | None:
         self.held = self.version

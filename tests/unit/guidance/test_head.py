@@ -90,9 +90,8 @@ def test_a_configuration_of_another_model_is_refused_before_it_takes_memory_or_r
     head_of(model).save(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change} if isinstance(change, dict) else change))
-    (tmp_path / "own.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import Qwen3Config as C\n"
-    )
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import Qwen3Config as C\n"
+    (tmp_path / "own.py").write_text(code)
     monkeypatch.setattr("builtins.input", lambda _: "y")
     with pytest.raises(BadFileError, match=rf"(?s)config\.json .*{said}"):
         ValueHead.load(tmp_path)
@@ -133,10 +132,8 @@ def test_offsets_are_the_log_mean_exp_of_the_return() -> None:
     for mode, formula in (("expectation", means.log()), ("contrastive", means * 2 / eta)):
         torch.testing.assert_close(offsets(mode, chances.log().clamp_min(-1e4), eta=eta, **more), formula)  # type: ignore[arg-type]
     p = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
-    logits = torch.logit(p, eps=1e-300)[:, None]
-    torch.testing.assert_close(
-        offsets("bernoulli", logits, eta=eta, v_min=2.0, v_max=4.0), torch.log(1 - p + p * torch.tensor(2 / eta).exp())
-    )
+    logits, wanted = torch.logit(p, eps=1e-300)[:, None], torch.log(1 - p + p * torch.tensor(2 / eta).exp())
+    torch.testing.assert_close(offsets("bernoulli", logits, eta=eta, v_min=2.0, v_max=4.0), wanted)
     torch.testing.assert_close(offsets("log_odds", logits, eta=0.5, beta=2.0), logits[:, 0])
 
 

@@ -28,9 +28,8 @@ def test_the_cache_changes_no_logits(model: Any, top_k: int) -> None:
     """Unequal prompts, padded on the left with the end token; rows end early, and some of them leave."""
     head = head_of(model)
     ids, mask = padded(PROMPTS)
-    cached, plain = (
-        processors(Guidance(head=head, eta=0.2, top_k=top_k, use_cache=use), model, mask)[0] for use in (True, False)
-    )
+    guiding = [Guidance(head=head, eta=0.2, top_k=top_k, use_cache=use) for use in (True, False)]
+    cached, plain = (processors(guidance, model, mask)[0] for guidance in guiding)
     torch.manual_seed(0)
     rows = torch.arange(3)
     for step in range(6):
@@ -102,9 +101,8 @@ def test_the_divergence_of_a_trained_policy_counts_its_completion_alone(model: A
     found = divergence_of_policy(policy, model, ids, mask, temperature=0.5)
     for row, position in mask.nonzero().tolist():
         with torch.no_grad():
-            logq, logp = (
-                (one(ids[row : row + 1, :position]).logits[0, -1] / 0.5).log_softmax(-1) for one in (policy, model)
-            )
+            before = ids[row : row + 1, :position]
+            logq, logp = ((one(before).logits[0, -1] / 0.5).log_softmax(-1) for one in (policy, model))
         assert float(found[row, position]) == pytest.approx(float((logq.exp() * (logq - logp)).sum()), rel=1e-4)
     assert bool((found[mask == 0] == 0).all())
     assert bool((divergence_of_policy(model, model, ids, mask) == 0).all())
@@ -140,10 +138,9 @@ def test_a_strength_or_mode_that_cannot_be_used_is_refused(model: Any, wrong: di
 )
 def test_a_head_of_another_sampler_is_refused(model: Any, other: dict[str, Any], message: str) -> None:
     decodes = reference(other["model"]) if "model" in other else model
+    words, temperature = other.get("words", Words()), other.get("temperature", 1.0)
     with pytest.raises(RunRefused, match=message):
-        Guidance(head=head_of(model), eta=0.2).processors(
-            decodes, other.get("words", Words()), attention_mask=None, temperature=other.get("temperature", 1.0)
-        )
+        Guidance(head=head_of(model), eta=0.2).processors(decodes, words, attention_mask=None, temperature=temperature)
 
 
 def test_padded_prompts_without_a_mask_and_a_second_generate_are_refused(model: Any) -> None:

@@ -142,7 +142,6 @@ endless(["x"])
 
 def test_a_call_whose_caller_is_killed_ends_too() -> None:
     with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE, text=True) as caller:
-        assert caller.stdout is not None
         child = psutil.Process(int(caller.stdout.readline()))
         caller.kill()
         with suppress(psutil.NoSuchProcess):

@@ -21,10 +21,8 @@ from async_grpo.rundir.paths import RunDir
 from kit.archived_run import RUN, save_checkpoint, three_steps
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>| ."
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
@@ -41,9 +39,8 @@ def model() -> Qwen3ForCausalLM:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(0)  # another model might end its answer at once
-    return Qwen3ForCausalLM(
-        Qwen3Config(**sizes, **heads, vocab_size=len(LETTERS) + 1, max_position_embeddings=64, eos_token_id=None)
-    )
+    more = {"vocab_size": len(LETTERS) + 1, "max_position_embeddings": 64, "eos_token_id": None}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **more))
 
 
 def save(folder: Path, template: str | None = None) -> Path:

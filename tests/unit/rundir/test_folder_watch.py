@@ -15,24 +15,20 @@ from async_grpo.rundir import folder_watch
 from async_grpo.rundir.folder_watch import FolderWatch
 
 
-def _rename(root: Path) -> None:
-    root.rename(root.with_name("renamed"))
-
-
 def _empty(root: Path) -> None:
     """What `rm -r` comes to where the server makes its lock again meanwhile."""
     (root / "run.json").unlink()
 
 
 def _replace(root: Path) -> None:
-    _rename(root)
+    root.rename(root.with_name("renamed"))
     root.mkdir()
 
 
 @pytest.mark.parametrize(
     ("happens", "said"),
     [
-        (_rename, "was renamed or deleted while the run was going on"),
+        (lambda root: root.rename(root.with_name("renamed")), "was renamed or deleted while the run was going on"),
         (shutil.rmtree, "was renamed or deleted while the run was going on"),
         (_empty, "Files of .* were deleted while the run was going on"),
         (_replace, "Another directory has taken the place of"),

@@ -163,10 +163,8 @@ def test_a_large_task_is_overtaken_a_few_times_only(
 def test_a_task_that_spreads_takes_the_places_that_nothing_else_waits_for() -> None:
     packing = Packing([Place(name=str(n)) for n in range(8)])
     spreads, one, two = Need(spreads=True), Need(), Need(gpus=2)
-    assert packing.spread(spreads, [spreads]).gpus == 8
-    assert packing.spread(spreads, [spreads, one, two]).gpus == 5
-    assert packing.spread(spreads, [spreads, spreads, two]).gpus == 3
-    assert packing.spread(spreads, [spreads, *[two] * 4]).gpus == 1
+    others = ([], [one, two], [spreads, two], [two] * 4)
+    assert [packing.spread(spreads, [spreads, *wait]).gpus for wait in others] == [8, 5, 3, 1]
     assert packing.spread(two, [spreads, two]) == two
 
 

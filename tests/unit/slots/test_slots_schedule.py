@@ -159,7 +159,6 @@ def test_a_task_ends_with_the_process_that_runs_the_queue(yard: Yard) -> None:
     """`held.py` asks the kernel for it. The parent here is a shell that is killed."""
     held = [sys.executable, "-I", "-S", str(HELD), "$$", "all", "sh", "-c", "'echo $$; exec sleep 1000'"]
     shell = subprocess.Popen(["sh", "-c", f"{' '.join(held)} & wait"], stdout=subprocess.PIPE, text=True)
-    assert shell.stdout is not None
     child = psutil.Process(int(shell.stdout.readline()))
     shell.kill()
     shell.communicate()

@@ -34,14 +34,11 @@ def test_what_is_there_already_is_taken_though_the_peer_is_gone_and_the_time_is_
     assert wait_until(lambda: "it", what="x", timeout_s=-1, check_peer=gone) == "it"
 
 
-def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
-    monkeypatch.setattr(waiting, "SAY_EVERY_S", 0.0)
+@pytest.mark.parametrize(("say_every_s", "times"), [(0.0, 2), (1000.0, 0)], ids=["long", "short"])
+def test_a_long_wait_says_what_it_waits_for(
+    say_every_s: float, times: int, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setattr(waiting, "SAY_EVERY_S", say_every_s)
     answers = iter([None, None, "it"])
     wait_until(lambda: next(answers), what="the weights", timeout_s=60, poll_s=0)
-    assert messages == ["waiting for the weights (0 s so far)"] * 2
-
-
-def test_a_short_wait_says_nothing(messages: list[str]) -> None:
-    answers = iter([None, None, "it"])
-    wait_until(lambda: next(answers), what="the weights", timeout_s=60, poll_s=0)
-    assert messages == []
+    assert messages == ["waiting for the weights (0 s so far)"] * times
