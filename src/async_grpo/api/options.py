@@ -28,6 +28,8 @@ class Options(TypedDict, total=False):
     master_device_id: int | str | None
     worker_device_ids: Sequence[int | str] | str | None
     accelerate_config: str | Path | None
+    machine_rank: int | None
+    main_process: str | None
     worker_timeout: float
     ray: str | None
     nodes: int | None

@@ -1,4 +1,4 @@
-"""Starts the parameter server as several processes: `python -m async_grpo.launch.accelerate_entry PID CONFIG server …`.
+"""Starts the parameter server as several processes: `python -m async_grpo.launch.accelerate_entry PID RUN_DIR server …`.
 
 `accelerate launch`, held to the life of the launcher with process id PID: accelerate's own command would outlive it.
 On several machines, this process of machine 0 holds the store that `training.machines` meets in, and each other machine
@@ -28,12 +28,12 @@ from async_grpo.setup.fingerprints import versions
 from async_grpo.setup.generated.sent_function import VARIABLE
 from async_grpo.setup.process import StopRequest, end_with_parent
 from async_grpo.training import machines
-from async_grpo.training.machines import Heartbeat, Place
+from async_grpo.training.machines import Heartbeat, TrainerMachine
 
 _EQUAL = ("async-grpo", "torch", "transformers", "trl", "accelerate", "peft")  # on all machines
 
 
-def check_place(plan: RunPlan) -> Place | None:
+def machine_of(plan: RunPlan) -> TrainerMachine | None:
     """Which of the trainer's machines this is; None where there is one.
 
     Raises:
@@ -49,8 +49,8 @@ def check_place(plan: RunPlan) -> Place | None:
             )
         return None
     number = ranks.machine if launch.machine_rank is None else launch.machine_rank
-    place = Place(number, ranks.machines, launch.main_process or ranks.main_process)
-    if not place.address:
+    here = TrainerMachine(number, ranks.machines, launch.main_process or ranks.main_process)
+    if not here.address:
         raise UsageError(f"{config} has {ranks.machines} machines: say where machine 0 is, --main-process HOST:PORT.")
     if number >= ranks.machines or ranks.processes % ranks.machines:
         raise UsageError(
@@ -64,10 +64,10 @@ def check_place(plan: RunPlan) -> Place | None:
             "A trainer on several machines needs a setup file with get_trainer(), which each machine has: the "
             "arguments of `trl grpo`, and functions from Python, are of this one. `async-grpo init` writes one."
         )
-    return place
+    return here
 
 
-def join(root: Path, plan: RunPlan, place: Place) -> int:
+def join(root: Path, plan: RunPlan, here: TrainerMachine) -> int:
     """Be another machine of the trainer, from the roll call to the end of the training.
 
     Args:
@@ -78,17 +78,17 @@ def join(root: Path, plan: RunPlan, place: Place) -> int:
         UsageError: machine 0 is not there, or has refused.
     """
     wait_s = plan.launch.node_wait
-    print(f"machine {place.machine} of {place.machines}: asking {place.address}", flush=True)
-    store = machines.reach(place, wait_s)
-    answer = machines.answer_roll(store, place, _about(plan), wait_s)
+    print(f"machine {here.number} of {here.count}: asking {here.address}", flush=True)
+    store = machines.reach(here, wait_s)
+    answer = machines.answer_roll(store, here, _about(plan), wait_s)
     state = shaped(RunState, answer["state"])
     theirs = state.plan
-    launch = replace(theirs.launch, accelerate_config=plan.launch.accelerate_config, machine_rank=place.machine)
+    launch = replace(theirs.launch, accelerate_config=plan.launch.accelerate_config, machine_rank=here.number)
     own = replace(theirs, config=plan.config, launch=launch, master_device=plan.master_device)
-    run = RunDir(make_folder(root.with_name(f"{root.name}-machine{place.machine}")))
+    run = RunDir(make_folder(root.with_name(f"{root.name}-machine{here.number}")))
     run.write_state(replace(state, plan=own, **run.where_it_is()))
-    print(f"run {state.run_id} of {answer['name']} ({place.address}); this machine's record: {run.root}", flush=True)
-    code = _start_ranks(own, ["server", "--run-dir", str(run.root)], place, answer["port"])
+    print(f"run {state.run_id} of {answer['name']} ({here.address}); this machine's record: {run.root}", flush=True)
+    code = _start_ranks(own, ["server", "--run-dir", str(run.root)], here, answer["port"])
     print("the training has ended" if code == 0 else "this machine's ranks have failed", flush=True)
     return code
 
@@ -105,7 +105,7 @@ def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
     return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
 
 
-def _start_ranks(plan: RunPlan, command: Sequence[str], place: Place | None, port: int) -> int:
+def _start_ranks(plan: RunPlan, command: Sequence[str], here: TrainerMachine | None, port: int) -> int:
     """Run this machine's ranks to their end; their exit code."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -116,14 +116,14 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], place: Place | None, por
     ranks = ["--config_file", str(config), "--main_process_port", str(port), *_gpu_options(config, os.environ)]
     launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
     asked, heartbeat = launch_command_parser().parse_args([*ranks, *launched]), None
-    if place is not None:
-        asked.machine_rank, asked.main_process_ip = place.machine, place.host
-        os.environ.update({machines.ADDRESS: place.address, **machines.interface_of(place, os.environ)})
+    if here is not None:
+        asked.machine_rank, asked.main_process_ip = here.number, here.host
+        os.environ.update({machines.ADDRESS: here.address, **machines.interface_of(here, os.environ)})
         stop = StopRequest()
-        if place.machine > 0:  # Ctrl-C here stops the whole run: rank 0 hears of it, and writes a checkpoint first
+        if here.number > 0:  # Ctrl-C here stops the whole run: rank 0 hears of it, and writes a checkpoint first
             asked.signals_to_handle = "SIGHUP"  # of others torch would end this machine's ranks
             stop.install().defer()
-        heartbeat = Heartbeat.of_machine(place, stop)
+        heartbeat = Heartbeat.of_machine(here, stop)
     try:
         launch_command(asked)
     except SignalException as stopped:
@@ -142,16 +142,16 @@ def main(arguments: Sequence[str]) -> int:
     parent_pid, root, *command = arguments
     end_with_parent(int(parent_pid))
     state, port = RunDir(Path(root)).state_of(None), 0  # 0: any that is free
-    place = check_place(state.plan)
-    if place is not None:
+    here = machine_of(state.plan)
+    if here is not None:
         try:
-            store, port = machines.hold(place), _free_port(place.host)
+            store, port = machines.hold(here), _free_port(here.host)
             run = {"state": as_json(state), "port": port, "name": socket.gethostname()}
-            machines.call_roll(store, place, _about(state.plan), run, state.plan.launch.node_wait)
+            machines.call_roll(store, here, _about(state.plan), run, state.plan.launch.node_wait)
         except AsyncGRPOError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
-    return _start_ranks(state.plan, command, place, port)
+    return _start_ranks(state.plan, command, here, port)
 
 
 def _free_port(host: str) -> int:

@@ -43,11 +43,11 @@ _ENDED, _ANSWER = "ended", "answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Which of how many machines this is, and where they meet."""
+class TrainerMachine:
+    """Which of how many machines of the trainer this is, and where they meet."""
 
-    machine: int
-    machines: int
+    number: int
+    count: int
     address: str  # HOST:PORT of machine 0
 
     @property
@@ -59,43 +59,43 @@ class Place:
         return int(self.address.rpartition(":")[2])
 
 
-def hold(place: Place) -> Store:
+def hold(here: TrainerMachine) -> Store:
     """The store of machine 0. `UsageError`: the address is not this machine's, or is taken."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((place.host, place.port))
+        listening.bind((here.host, here.port))
         listening.listen(socket.SOMAXCONN)
     except OSError as error:
         raise UsageError(
-            f"--main-process {place.address}: machine 0 cannot listen there ({error.strerror}). Name an address of "
+            f"--main-process {here.address}: machine 0 cannot listen there ({error.strerror}). Name an address of "
             "machine 0 that the others reach, and a port that is free."
         ) from error
-    return _store(place, listening.detach())
+    return _store(here, listening.detach())
 
 
-def reach(place: Place, wait_s: float) -> Store:
+def reach(here: TrainerMachine, wait_s: float) -> Store:
     """The store of machine 0, from another process. `UsageError`: it has not answered in this time."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            socket.create_connection((place.host, place.port), timeout=ANSWER_S).close()
-            return _store(place)
+            socket.create_connection((here.host, here.port), timeout=ANSWER_S).close()
+            return _store(here)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"--main-process {place.address}: machine 0 has not answered within {wait_s:g} s ({error}). Start "
+                    f"--main-process {here.address}: machine 0 has not answered within {wait_s:g} s ({error}). Start "
                     "it there with --machine-rank 0, and see that the port can be reached from here."
                 ) from error
         time.sleep(BEAT_S)
 
 
-def _store(place: Place, listening: int | None = None) -> Store:
+def _store(here: TrainerMachine, listening: int | None = None) -> Store:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there, and not exported
 
     store: Store = TCPStore(
-        place.host,
-        place.port,
+        here.host,
+        here.port,
         is_master=listening is not None,
         timeout=timedelta(seconds=ANSWER_S),
         wait_for_workers=False,
@@ -104,7 +104,9 @@ def _store(place: Place, listening: int | None = None) -> Store:
     return store
 
 
-def call_roll(store: Store, place: Place, mine: Mapping[str, Any], run: Mapping[str, Any], wait_s: float) -> None:
+def call_roll(
+    store: Store, here: TrainerMachine, mine: Mapping[str, Any], run: Mapping[str, Any], wait_s: float
+) -> None:
     """Machine 0: wait for the others, compare what they have, and answer with the run.
 
     Args:
@@ -115,7 +117,7 @@ def call_roll(store: Store, place: Place, mine: Mapping[str, Any], run: Mapping[
     """
     store.set(_about(0), json.dumps(mine))
     try:
-        _compare(mine, _all_there(store, place, wait_s))
+        _compare(mine, _all_there(store, here, wait_s))
     except UsageError as refusal:
         store.set(_ANSWER, json.dumps({"refused": str(refusal)}))
         time.sleep(2 * BEAT_S)  # the store ends with this process
@@ -123,16 +125,16 @@ def call_roll(store: Store, place: Place, mine: Mapping[str, Any], run: Mapping[
     store.set(_ANSWER, json.dumps(run))
 
 
-def answer_roll(store: Store, place: Place, mine: Mapping[str, Any], wait_s: float) -> dict[str, Any]:
+def answer_roll(store: Store, here: TrainerMachine, mine: Mapping[str, Any], wait_s: float) -> dict[str, Any]:
     """Another machine: say that it is here, and return the run of machine 0.
 
     Raises:
         UsageError: what machine 0 has refused, or there is such a machine already.
         PeerDiedError: machine 0 has ended.
     """
-    if store.add(f"taken/{place.machine}", 1) > 1:
-        raise UsageError(f"--machine-rank {place.machine}: another machine has said so. Each has a number of its own.")
-    store.set(_about(place.machine), json.dumps(mine))
+    if store.add(f"taken/{here.number}", 1) > 1:
+        raise UsageError(f"--machine-rank {here.number}: another machine has said so. Each has a number of its own.")
+    store.set(_about(here.number), json.dumps(mine))
     deadline = time.monotonic() + wait_s + ANSWER_S
     try:
         while not store.check([_ANSWER]):
@@ -141,7 +143,7 @@ def answer_roll(store: Store, place: Place, mine: Mapping[str, Any], wait_s: flo
             time.sleep(BEAT_S / 4)
         found: dict[str, Any] = json.loads(store.get(_ANSWER))
     except RuntimeError as error:
-        raise PeerDiedError(f"Machine 0 ({place.address}) has ended before the start. Its own output says why.") from (
+        raise PeerDiedError(f"Machine 0 ({here.address}) has ended before the start. Its own output says why.") from (
             error
         )
     if "refused" in found:
@@ -149,17 +151,17 @@ def answer_roll(store: Store, place: Place, mine: Mapping[str, Any], wait_s: flo
     return found
 
 
-def _all_there(store: Store, place: Place, wait_s: float) -> list[dict[str, Any]]:
+def _all_there(store: Store, here: TrainerMachine, wait_s: float) -> list[dict[str, Any]]:
     deadline = time.monotonic() + wait_s
-    while missing := [number for number in range(place.machines) if not store.check([_about(number)])]:
+    while missing := [number for number in range(here.count) if not store.check([_about(number)])]:
         if time.monotonic() > deadline:
             raise UsageError(
-                f"{place.machines} machines were asked for (num_machines), and of --machine-rank "
+                f"{here.count} machines were asked for (num_machines), and of --machine-rank "
                 f"{', '.join(map(str, missing))} nothing was heard within {wait_s:g} s (--node-wait). Start the same "
-                f"command there with --machine-rank {missing[0]} --main-process {place.address}."
+                f"command there with --machine-rank {missing[0]} --main-process {here.address}."
             )
         time.sleep(BEAT_S / 4)
-    return [json.loads(store.get(_about(number))) for number in range(place.machines)]
+    return [json.loads(store.get(_about(number))) for number in range(here.count)]
 
 
 def _compare(mine: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
@@ -179,10 +181,10 @@ def _about(number: int) -> str:
     return f"machine/{number}"
 
 
-def interface_of(place: Place, env: Mapping[str, str]) -> dict[str, str]:
+def interface_of(here: TrainerMachine, env: Mapping[str, str]) -> dict[str, str]:
     """Variables that let gloo and NCCL use the interface that leads to machine 0, unless `env` names one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.host, place.port))
+        probe.connect((here.host, here.port))
         mine = probe.getsockname()[0]
     found = [name for name, addresses in psutil.net_if_addrs().items() if any(it.address == mine for it in addresses)]
     return {name: found[0] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if found and name not in env}
@@ -216,7 +218,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        place: Place,
+        here: TrainerMachine,
         me: str,
         store: Store,
         watched: Sequence[str] = (),
@@ -226,7 +228,7 @@ class Heartbeat:
         report: Callable[[Mapping[str, Beat]], None] = lambda beats: None,
     ) -> None:
         self.mine = Beat()
-        self._place, self._me, self._store = place, me, store
+        self._here, self._me, self._store = here, me, store
         self._stop, self._failed, self._report = stop, failed, report
         self._others = {name: _Other() for name in watched if name != me}
         self._answered_s = time.monotonic()
@@ -234,27 +236,27 @@ class Heartbeat:
             threading.Thread(target=loop, name="heartbeat", daemon=True).start()
 
     @classmethod
-    def of_machine(cls, place: Place, stop: StopRequest) -> Heartbeat:
-        """That of the process that starts this machine's ranks."""
-        return cls(place, _name(place.machine, socket.gethostname()), reach(place, ANSWER_S), stop=stop)
+    def of_machine(cls, here: TrainerMachine, stop: StopRequest) -> Heartbeat:
+        """The heartbeat of the process that starts this machine's ranks."""
+        return cls(here, _name(here.number, socket.gethostname()), reach(here, ANSWER_S), stop=stop)
 
     @classmethod
     def of_rank(cls, env: Mapping[str, str] = os.environ, **options: Any) -> Heartbeat | None:
-        """That of this rank; None where the trainer is on one machine. `options`: as of this class."""
+        """The heartbeat of this rank; None where the trainer is on one machine. `options`: as of this class."""
         if (address := env.get(ADDRESS)) is None:
             return None
-        machine, ranks, here = int(env["GROUP_RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-        place = Place(machine, ranks // here, address)
-        store = reach(place, ANSWER_S)
-        hosts = [json.loads(store.get(_about(number)))["name"] for number in range(place.machines)]
+        ranks, each = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+        here = TrainerMachine(int(env["GROUP_RANK"]), ranks // each, address)
+        store = reach(here, ANSWER_S)
+        hosts = [json.loads(store.get(_about(number)))["name"] for number in range(here.count)]
         machines = [_name(number, host) for number, host in enumerate(hosts)]
-        names = [f"rank {rank} on {machines[rank // here]}" for rank in range(ranks)]
-        return cls(place, names[int(env["RANK"])], store, [*machines, *names], **options)
+        names = [f"rank {rank} on {machines[rank // each]}" for rank in range(ranks)]
+        return cls(here, names[int(env["RANK"])], store, [*machines, *names], **options)
 
     def say_ended(self, who: str, how: str) -> None:
         """Tell all ranks that one of this machine has ended. The first that is told counts: others end by it."""
         with suppress(RuntimeError, UsageError):  # machine 0 may have ended before
-            reach(self._place, 0).compare_set(_ENDED, "", f"{who} on {self._me} {how}")
+            reach(self._here, 0).compare_set(_ENDED, "", f"{who} on {self._me} {how}")
         self.leave()
 
     def leave(self) -> None:
@@ -293,7 +295,7 @@ class Heartbeat:
         while self._others and not self.mine.left:
             now = time.monotonic()
             if now - self._answered_s > SILENT_S:
-                self._end(f"machine 0 ({self._place.address}) cannot be reached for {SILENT_S:g} s")
+                self._end(f"machine 0 ({self._here.address}) cannot be reached for {SILENT_S:g} s")
             missed = [name for name, other in self._others.items() if other.is_missed(now)]
             if missed:  # a machine before its ranks
                 self._end(f"{min(missed)} has not answered for {SILENT_S:g} s")

@@ -194,7 +194,7 @@ def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: 
 
 
 def _distributed(args: argparse.Namespace) -> int:
-    from async_grpo.launch.accelerate_entry import check_place, join
+    from async_grpo.launch.accelerate_entry import join, machine_of
     from async_grpo.launch.launcher import launch
 
     if args.device is not None:
@@ -216,15 +216,15 @@ def _distributed(args: argparse.Namespace) -> int:
         from async_grpo.nodes.request import check_request
 
         check_request(plan)
-    place = check_place(plan)
+    here = machine_of(plan)
     log_level(args.log_level)
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_distributed
 
         plan_distributed(args.run_dir.absolute(), plan, args.gpu_memory)
         return 0
-    if place is not None and place.machine > 0:
-        return join(args.run_dir.absolute(), plan, place)
+    if here is not None and here.number > 0:
+        return join(args.run_dir.absolute(), plan, here)
     return launch(args.run_dir.absolute(), plan)
 
 

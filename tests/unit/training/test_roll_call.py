@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import PeerDiedError, UsageError
-from async_grpo.launch.accelerate_entry import check_place
+from async_grpo.launch.accelerate_entry import machine_of
 from async_grpo.rundir.run_plan import RunPlan, TRLCall
 from async_grpo.settings import LaunchSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.ranks_file import read_ranks, write_ranks
 from async_grpo.training import machines
-from async_grpo.training.machines import Heartbeat, Place
+from async_grpo.training.machines import Heartbeat, TrainerMachine
 from kit.waiting import until
 
 WAIT_S = 60.0
@@ -28,24 +28,26 @@ RUN = {"state": {}, "port": 1}
 
 
 @pytest.fixture
-def place() -> Place:
+def here() -> TrainerMachine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Place(0, 2, f"127.0.0.1:{probe.getsockname()[1]}")
+        return TrainerMachine(0, 2, f"127.0.0.1:{probe.getsockname()[1]}")
 
 
-def meet(place: Place, other: dict[str, Any], wait_s: float = WAIT_S) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def meet(
+    here: TrainerMachine, other: dict[str, Any], wait_s: float = WAIT_S
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """What the roll call gives to machine 0, and to another that says this of itself."""
-    held = machines.hold(place)
-    there = Place(1, place.machines, place.address)
+    held = machines.hold(here)
+    there = TrainerMachine(1, here.count, here.address)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(machines.call_roll, held, place, ABOUT, RUN, wait_s)
+        first = pool.submit(machines.call_roll, held, here, ABOUT, RUN, wait_s)
         second = pool.submit(machines.answer_roll, machines.reach(there, WAIT_S), there, other, wait_s)
     return first.result, second.result
 
 
-def test_machines_that_are_alike_get_the_run_of_machine_0(place: Place) -> None:
-    first, second = meet(place, {**ABOUT, "name": "gpu1"})
+def test_machines_that_are_alike_get_the_run_of_machine_0(here: TrainerMachine) -> None:
+    first, second = meet(here, {**ABOUT, "name": "gpu1"})
     assert (first(), second()) == (None, RUN)
 
 
@@ -59,23 +61,23 @@ def test_machines_that_are_alike_get_the_run_of_machine_0(place: Place) -> None:
     ],
 )
 def test_who_is_missing_or_differs_is_named_on_every_machine(
-    place: Place, machine_count: int, other: dict[str, Any], wait_s: float, said: str
+    here: TrainerMachine, machine_count: int, other: dict[str, Any], wait_s: float, said: str
 ) -> None:
-    for outcome in meet(Place(0, machine_count, place.address), {**ABOUT, "name": "gpu1", **other}, wait_s):
+    for outcome in meet(TrainerMachine(0, machine_count, here.address), {**ABOUT, "name": "gpu1", **other}, wait_s):
         with pytest.raises(UsageError) as refused:
             outcome()
         assert said in str(refused.value)
 
 
-def test_a_number_that_is_taken_and_a_machine_0_that_is_not_there_are_refused(place: Place) -> None:
+def test_a_number_that_is_taken_and_a_machine_0_that_is_not_there_are_refused(here: TrainerMachine) -> None:
     with pytest.raises(UsageError, match="machine 0 has not answered within 0 s"):
-        machines.reach(place, 0)
-    held = machines.hold(place)
+        machines.reach(here, 0)
+    held = machines.hold(here)
     with pytest.raises(UsageError, match="machine 0 cannot listen there"):
-        machines.hold(place)
+        machines.hold(here)
     held.add("taken/1", 1)
     with pytest.raises(UsageError, match="--machine-rank 1: another machine has said so"):
-        machines.answer_roll(held, Place(1, 2, place.address), ABOUT, 0)
+        machines.answer_roll(held, TrainerMachine(1, 2, here.address), ABOUT, 0)
 
 
 @pytest.fixture
@@ -88,28 +90,28 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def rank(place: Place, number: int, **options: Any) -> Heartbeat:
+def rank(here: TrainerMachine, number: int, **options: Any) -> Heartbeat:
     """The heartbeat of one of two ranks, each on a machine of its own."""
     env = {"GROUP_RANK": str(number), "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    heart = Heartbeat.of_rank({**env, machines.ADDRESS: place.address}, **options)
+    heart = Heartbeat.of_rank({**env, machines.ADDRESS: here.address}, **options)
     assert heart is not None
     return heart
 
 
 @pytest.fixture
-def store(place: Place) -> Any:
-    """Of machine 0, after the roll call of two."""
-    held = machines.hold(place)
+def store(here: TrainerMachine) -> Any:
+    """The store of machine 0, after the roll call of two."""
+    held = machines.hold(here)
     for number in range(2):
         held.set(f"machine/{number}", json.dumps({**ABOUT, "name": f"gpu{number}"}))
     return held
 
 
 def test_a_rank_that_falls_silent_ends_the_others_with_its_name_and_machine(
-    place: Place, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
+    here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed: list[str] = []
-    first = rank(place, 0, failed=failed.append)
+    first = rank(here, 0, failed=failed.append)
     store.set("beat/rank 1 on machine 1 (gpu1)", json.dumps({"count": 7}))
     until(lambda: ends)
     assert ends == [PeerDiedError.exit_code]
@@ -118,10 +120,10 @@ def test_a_rank_that_falls_silent_ends_the_others_with_its_name_and_machine(
 
 
 def test_a_rank_that_has_not_begun_or_has_left_is_not_missed_and_a_stop_reaches_rank_0(
-    place: Place, store: Any, ends: list[int], tmp_path: Path
+    here: TrainerMachine, store: Any, ends: list[int], tmp_path: Path
 ) -> None:
     stop, file = StopRequest(), tmp_path / "ranks.json"
-    heart = rank(place, 0, stop=stop, report=lambda beats: write_ranks(file, beats))
+    heart = rank(here, 0, stop=stop, report=lambda beats: write_ranks(file, beats))
     began = heart.mine.count
     until(lambda: heart.mine.count > began + 20)
     assert not stop.requested
@@ -135,10 +137,10 @@ def test_a_rank_that_has_not_begun_or_has_left_is_not_missed_and_a_stop_reaches_
 
 
 def test_what_a_machine_says_of_its_rank_ends_the_others_at_once(
-    place: Place, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
+    here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heart = rank(place, 0)
-    of_machine = Heartbeat(Place(1, 2, place.address), "machine 1 (gpu1)", machines.reach(place, WAIT_S))
+    heart = rank(here, 0)
+    of_machine = Heartbeat(TrainerMachine(1, 2, here.address), "machine 1 (gpu1)", machines.reach(here, WAIT_S))
     of_machine.say_ended("rank 1", "ended with exit code -9")
     of_machine.say_ended("rank 0", "ended by it")
     until(lambda: ends)
@@ -159,9 +161,9 @@ def config(folder: Path, **fields: Any) -> Path:
 def test_the_place_is_what_the_file_says_or_the_command_line(tmp_path: Path) -> None:
     file = config(tmp_path, machine_rank=1, main_process_ip="gpu0", main_process_port=29500)
     of_file = LaunchSettings(accelerate_config=file)
-    assert check_place(RunPlan(config=file, launch=of_file)) == Place(1, 2, "gpu0:29500")
+    assert machine_of(RunPlan(config=file, launch=of_file)) == TrainerMachine(1, 2, "gpu0:29500")
     given = LaunchSettings(accelerate_config=file, machine_rank=0, main_process="10.0.0.1:7")
-    assert check_place(RunPlan(config=file, launch=given)) == Place(0, 2, "10.0.0.1:7")
+    assert machine_of(RunPlan(config=file, launch=given)) == TrainerMachine(0, 2, "10.0.0.1:7")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_place_that_cannot_be_is_refused(
 ) -> None:
     file = config(tmp_path, **fields)
     with pytest.raises(UsageError) as refused:
-        check_place(RunPlan(config=file, launch=LaunchSettings(accelerate_config=file, **options)))
+        machine_of(RunPlan(config=file, launch=LaunchSettings(accelerate_config=file, **options)))
     assert said in str(refused.value)
 
 
@@ -187,4 +189,4 @@ def test_what_only_this_machine_has_cannot_be_trained_on_several(tmp_path: Path)
     launch = LaunchSettings(accelerate_config=config(tmp_path), main_process="a:1")
     plan = RunPlan(config=tmp_path / "setup.py", launch=launch, trl=TRLCall([], "."))
     with pytest.raises(UsageError, match="needs a setup file with get_trainer"):
-        check_place(plan)
+        machine_of(plan)

@@ -1,0 +1,189 @@
+"""A trainer on two machines: the training of one, and an end that names who is gone.
+
+Both are this one, at its loopback address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kit.runs import IN_MID_BATCH, SETUP, Command, audited, command, read, steps_logged
+from kit.several_ranks import EXAMPLES, ranks, same_training, same_weights
+from kit.waiting import until_gone
+
+pytestmark = pytest.mark.integration
+
+SHARDED = SETUP.parent / "sharded_model.py"
+ENV = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
+
+
+@contextmanager
+def two_machines(
+    folder: Path,
+    *options: str,
+    setup: Path = SETUP,
+    within: Sequence[Sequence[str]] = ((), ()),
+    host: str = "127.0.0.1",
+    **env: str,
+) -> Iterator[tuple[Command, Command]]:
+    """The same command on each; machine 0 has the launcher. `within`: a command that runs it, of each machine."""
+    config = folder / "two.yaml"
+    example = EXAMPLES / ("fsdp2.yaml" if setup == SHARDED else "ddp.yaml")
+    config.write_text(example.read_text().replace("num_machines: 1", "num_machines: 2"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"{host}:{probe.getsockname()[1]}"
+    arguments = ["train", str(setup), "-n", "1", "--deterministic", "--accelerate-config", str(config), *options]
+    arguments += ["--main-process", address, "--machine-rank"]
+    with (
+        command(*arguments, "1", cwd=folder, within=within[1], **env) as other,
+        command(*arguments, "0", cwd=folder, within=within[0], **env) as first,
+    ):
+        yield first, other
+
+
+def family(*machines: Command) -> list[psutil.Process]:
+    return [process for machine in machines for process in machine.children()]
+
+
+def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on_both(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """The rest of the run is on one machine, then on two again, which a Ctrl-C on the other one stops."""
+    forever = ("--steps", "100000")
+    with two_machines(tmp_path, *forever, **ENV) as (first, other):
+        saved = tmp_path / "checkpoints/checkpoint-8/rollout_state.json"
+        first.wait_until(saved.exists, "a checkpoint")
+        everybody = family(first, other)
+        ranks(other)[0].kill()
+        assert other.wait() == 9 and first.wait() != 0
+    until_gone(everybody)
+    named = f"rank 1 on machine 1 ({socket.gethostname()}) ended with exit code -9"
+    assert named in first.output and named in read(tmp_path / "worker/run.json")["why"]
+    assert read(tmp_path / "worker/run.json")["state"] == "failed"
+
+    step = max(steps_logged(tmp_path / "worker"))
+    alone = ("--accelerate-config", str(EXAMPLES / "ddp.yaml"))
+    with command("train", str(SETUP), "--resume", *alone, "--steps", str(step + 3), cwd=tmp_path, **ENV) as run:
+        assert run.wait() == 0, run.output
+
+    with two_machines(tmp_path, "--resume", *forever, **ENV) as (first, other):
+        first.wait_until(lambda: max(steps_logged(tmp_path / "worker")) > step + 5, "steps after the resume")
+        everybody = family(first, other)
+        os.kill(other.process.pid, signal.SIGINT)
+        assert first.wait() == 0, first.output
+        assert other.wait() == 0, other.output
+    until_gone(everybody)
+    assert read(tmp_path / "worker/run.json")["state"] == "stopped"
+    audited(tmp_path / "worker")
+    same_training(tmp_path, undisturbed, steps=11)
+    same_weights(tmp_path, undisturbed, 4, 8)
+
+
+def test_fsdp2_on_two_machines_trains_as_one_process_does(undisturbed: Path, tmp_path: Path) -> None:
+    """No rank has the whole weights: they are gathered from both for each version, and written together."""
+    with two_machines(tmp_path, "--steps", "8", setup=SHARDED, **ENV) as (first, other):
+        assert first.wait() == 0, first.output
+        assert other.wait() == 0, other.output
+    same_training(tmp_path, undisturbed, steps=8)
+    shards = {path.name for path in (tmp_path / "checkpoints/checkpoint-8/pytorch_model_fsdp_0").glob("*.distcp")}
+    assert shards == {"__0_0.distcp", "__1_0.distcp"}
+
+
+HIDES = 'mount -t tmpfs none "$0" && exec "$@"'
+"""Hide a folder from a command, in a namespace of mounts."""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+    reason="no namespaces of mounts here",
+)
+def test_a_folder_of_checkpoints_that_the_machines_do_not_share_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    hidden = ("unshare", "--mount", "sh", "-c", HIDES, str(folder))
+    with two_machines(tmp_path, "--steps", "2", within=((), hidden)) as (first, other):
+        assert first.wait() == 2, first.output
+        assert other.wait() == 0, other.output
+    assert f"Ranks 0, 1 do not see what the others write into {folder}" in first.output
+    assert "let output_dir of the GRPOConfig be a folder that all machines share" in first.output
+    assert not [*folder.glob(".seen-by-rank-*")]
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a link, 10.43.0.1 and 10.43.0.2."""
+    names = tuple(f"trainer{number}-{os.getpid()}" for number in range(2))
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, and `ip` of iproute2")
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "addr", "add", f"10.43.0.{number}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_down_ends_both_machines_and_each_names_the_other(
+    link: tuple[str, str], tmp_path: Path
+) -> None:
+    within = [("ip", "netns", "exec", name) for name in link]
+    with two_machines(tmp_path, "--steps", "100000", within=within, host="10.43.0.1", **ENV) as (first, other):
+        first.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
+        everybody = family(first, other)
+        subprocess.run(["ip", "-n", link[1], "link", "set", "eth0", "down"], check=True)
+        assert first.wait() != 0 and other.wait() != 0
+    until_gone(everybody)
+    assert (
+        f"machine 1 ({socket.gethostname()})" in read(tmp_path / "worker/run.json")["why"]
+        and "has not answered" in first.output
+    )
+    assert "machine 0 (10.43.0.1:" in other.output and "cannot be reached" in other.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "survives"), [(12, True), (90, False)])
+def test_a_machine_that_is_frozen_for_long_ends_the_run_and_a_short_stop_does_not(
+    tmp_path: Path, seconds: float, survives: bool
+) -> None:
+    with two_machines(tmp_path, "--steps", "100000", **ENV) as (first, other):
+        saved = tmp_path / "checkpoints/checkpoint-8/rollout_state.json"
+        first.wait_until(saved.exists, "a checkpoint")
+        frozen = [psutil.Process(other.process.pid), *other.children()]
+        for process in frozen:
+            process.suspend()
+        began = time.monotonic()
+        while time.monotonic() - began < seconds and first.process.poll() is None:
+            time.sleep(0.1)
+        for process in frozen:
+            process.resume()
+        if survives:
+            step = max(steps_logged(tmp_path / "worker"))
+            first.wait_until(lambda: max(steps_logged(tmp_path / "worker")) > step + 3, "steps after it")
+            return
+        assert first.wait() != 0 and other.wait() != 0
+    until_gone(frozen[1:])
+    assert f"machine 1 ({socket.gethostname()}) has not answered for 25 s" in read(tmp_path / "worker/run.json")["why"]
