@@ -1,4 +1,4 @@
-"""Starts the parameter server as several processes: `python -m async_grpo.launch.accelerate_entry PID RUN_DIR server …`.
+"""Starts the parameter server as several processes: `python -m async_grpo.launch.accelerate_entry PID RUN_DIR …`.
 
 `accelerate launch`, held to the life of the launcher with process id PID: accelerate's own command would outlive it.
 On several machines, this process of machine 0 holds the store that `training.machines` meets in, and each other machine
