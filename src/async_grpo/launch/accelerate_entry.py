@@ -30,7 +30,7 @@ from async_grpo.setup.process import StopRequest, end_with_parent
 from async_grpo.training import machines
 from async_grpo.training.machines import Heartbeat, TrainerMachine
 
-_EQUAL = ("async-grpo", "torch", "transformers", "trl", "accelerate", "peft")  # on all machines
+_EQUAL = ("torch", "transformers", "trl", "accelerate", "peft")  # on all machines
 
 
 def machine_of(plan: RunPlan) -> TrainerMachine | None:
@@ -40,7 +40,7 @@ def machine_of(plan: RunPlan) -> TrainerMachine | None:
         UsageError: the command line or the accelerate configuration does not say it, or cannot mean it.
     """
     config, launch = plan.launch.accelerate_config, plan.launch
-    ranks = AccelerateConfig() if config is None else AccelerateConfig.read(config)
+    ranks = AccelerateConfig.read(config)
     if ranks.machines == 1:
         if launch.machine_rank is not None or launch.main_process is not None:
             raise UsageError(
@@ -48,7 +48,7 @@ def machine_of(plan: RunPlan) -> TrainerMachine | None:
                 "(num_machines) in the file of --accelerate-config, or leave this out."
             )
         return None
-    number = ranks.machine if launch.machine_rank is None else launch.machine_rank
+    number = ranks.number_of(launch.machine_rank)
     here = TrainerMachine(number, ranks.machines, launch.main_process or ranks.main_process)
     if not here.address:
         raise UsageError(f"{config} has {ranks.machines} machines: say where machine 0 is, --main-process HOST:PORT.")

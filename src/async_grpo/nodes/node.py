@@ -60,7 +60,7 @@ LEAST_FREE_BYTES = 2**20  # of a disk, for a run directory to begin with
 KEEP_DONE = 64  # groups that a node's archive keeps
 MOST_LOG_LINES = 200  # an exchange
 END_S = 8.0  # for the workers to leave a run that has ended
-PACKAGES = ("async-grpo", "ray", "torch", "transformers", "trl", "vllm")
+PACKAGES = ("ray", "torch", "transformers", "trl", "vllm")
 
 
 class SentJob(NamedTuple):

@@ -26,26 +26,25 @@ class AccelerateConfig:
     deepspeed: dict[str, Any] | None = None
 
     @classmethod
-    def read(cls, path: Path) -> AccelerateConfig:
-        """Read the file, YAML or JSON. `UsageError`: there is none, or it says none of this."""
+    def read(cls, path: Path | None) -> AccelerateConfig:
+        """Read the file, YAML or JSON; None is one process. `UsageError`: it is not there, or says none of this."""
         import yaml
 
+        if path is None:
+            return cls()
         if not path.is_file():
             raise UsageError(f"There is no accelerate configuration {path}. examples/accelerate/ has some.")
         try:
             found = yaml.safe_load(path.read_bytes())
-            gpus = str(found.get("gpu_ids", "all"))
-            host, port = found.get("main_process_ip"), found.get("main_process_port")
-            main_process = f"{host}:{port}" if host and port else ""
+            gpus = str(found.get("gpu_ids", "all")).replace("all", "").replace("None", "")
+            main_process = [found.get(f"main_process_{part}") for part in ("ip", "port")]
             return cls(
                 processes=int(found.get("num_processes", 1)),
                 machines=int(found.get("num_machines", 1)),
                 machine=int(found.get("machine_rank", 0)),
-                main_process=main_process,
+                main_process=":".join(map(str, main_process)) if all(main_process) else "",
                 kind=str(found.get("distributed_type", DDP)).upper(),
-                gpus=()
-                if gpus in ("all", "None")
-                else tuple(index.strip() for index in gpus.split(",") if index.strip()),
+                gpus=tuple(filter(None, map(str.strip, gpus.split(",")))),
                 fsdp_version=int((found.get("fsdp_config") or {}).get("fsdp_version", 1)),
                 deepspeed=found.get("deepspeed_config"),
             )
@@ -54,6 +53,10 @@ class AccelerateConfig:
                 f"{path} is no configuration of accelerate: {' '.join(str(error).split())}. `accelerate config` writes "
                 "one, and examples/accelerate/ has some."
             ) from error
+
+    def number_of(self, asked: int | None) -> int:
+        """Which of the machines this is, where the command line says so or not; 0 where there is one."""
+        return 0 if self.machines == 1 else self.machine if asked is None else asked
 
     @property
     def shares_weights(self) -> bool:

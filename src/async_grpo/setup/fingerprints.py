@@ -20,13 +20,11 @@ _NOT_COMPARED = ("image", "images")  # decoding them takes seconds
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The installed version of each package, empty where there is none, and Python's."""
-    return {"Python": platform.python_version(), **{name: _version(name) for name in packages}}
+    """The versions of Python and Async-GRPO, and of each package, empty where it is not installed."""
+    return {"Python": platform.python_version(), "async-grpo": __version__, **{it: _version(it) for it in packages}}
 
 
 def _version(name: str) -> str:
-    if name == "async-grpo":
-        return __version__
     try:
         return version(name)
     except PackageNotFoundError:

@@ -60,7 +60,7 @@ class TrainerMachine:
 
 
 def hold(here: TrainerMachine) -> Store:
-    """The store of machine 0. `UsageError`: the address is not this machine's, or is taken."""
+    """The store of machine 0. `UsageError`: the address is not this machine's, is taken, or no other can reach it."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -71,6 +71,11 @@ def hold(here: TrainerMachine) -> Store:
             f"--main-process {here.address}: machine 0 cannot listen there ({error.strerror}). Name an address of "
             "machine 0 that the others reach, and a port that is free."
         ) from error
+    if (address := listening.getsockname()[0]).startswith("127.") and address != here.host:
+        raise UsageError(
+            f"--main-process {here.address}: {here.host} is {address} on this machine, as /etc/hosts often says of its "
+            "own name, and no other machine can connect to that. Name machine 0 by its address in the network."
+        )
     return _store(here, listening.detach())
 
 
@@ -143,9 +148,7 @@ def answer_roll(store: Store, here: TrainerMachine, mine: Mapping[str, Any], wai
             time.sleep(BEAT_S / 4)
         found: dict[str, Any] = json.loads(store.get(_ANSWER))
     except RuntimeError as error:
-        raise PeerDiedError(f"Machine 0 ({here.address}) has ended before the start. Its own output says why.") from (
-            error
-        )
+        raise PeerDiedError(f"Machine 0 ({here.address}) has ended before the start. Its output says why.") from error
     if "refused" in found:
         raise UsageError(str(found["refused"]))
     return found
@@ -278,15 +281,14 @@ class Heartbeat:
         mine, stop = self.mine, self._stop
         mine.count += 1
         mine.stop = stop is not None and stop.requested
-        self._store.set(_beat(self._me), json.dumps(vars(mine)))
+        self._store.set(f"beat/{self._me}", json.dumps(vars(mine)))
         if self._others and self._store.check([_ENDED]):
             self._end(self._store.get(_ENDED).decode())
-        now = time.monotonic()
         for name, other in self._others.items():
-            if self._store.check([_beat(name)]):
-                beat = shaped(Beat, json.loads(self._store.get(_beat(name))))
+            if self._store.check([f"beat/{name}"]):
+                beat = shaped(Beat, json.loads(self._store.get(f"beat/{name}")))
                 if beat.count != other.beat.count:
-                    other.beat, other.heard_s = beat, now
+                    other.beat, other.heard_s = beat, time.monotonic()
         if stop is not None and any(other.beat.stop for other in self._others.values()):
             stop.requested = True
         self._report({name: other.beat for name, other in self._others.items()})
@@ -309,10 +311,6 @@ class Heartbeat:
         print(f"error: {said}", file=sys.stderr, flush=True)
         self._failed(said)
         leave_at_once(PeerDiedError.exit_code)
-
-
-def _beat(name: str) -> str:
-    return f"beat/{name}"
 
 
 def _name(machine: int, host: str) -> str:

@@ -75,6 +75,8 @@ def test_a_number_that_is_taken_and_a_machine_0_that_is_not_there_are_refused(he
     held = machines.hold(here)
     with pytest.raises(UsageError, match="machine 0 cannot listen there"):
         machines.hold(here)
+    with pytest.raises(UsageError, match=r"localhost is 127.0.0.1 on this machine"):
+        machines.hold(TrainerMachine(0, 2, "localhost:0"))
     held.add("taken/1", 1)
     with pytest.raises(UsageError, match="--machine-rank 1: another machine has said so"):
         machines.answer_roll(held, TrainerMachine(1, 2, here.address), ABOUT, 0)
@@ -111,12 +113,11 @@ def test_a_rank_that_falls_silent_ends_the_others_with_its_name_and_machine(
     here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed: list[str] = []
-    first = rank(here, 0, failed=failed.append)
+    rank(here, 0, failed=failed.append)
     store.set("beat/rank 1 on machine 1 (gpu1)", json.dumps({"count": 7}))
     until(lambda: ends)
     assert ends == [PeerDiedError.exit_code]
     assert "rank 1 on machine 1 (gpu1) has not answered for 1 s" in failed[0] and failed[0] in capsys.readouterr().err
-    assert first.mine.count > 1
 
 
 def test_a_rank_that_has_not_begun_or_has_left_is_not_missed_and_a_stop_reaches_rank_0(
@@ -124,8 +125,7 @@ def test_a_rank_that_has_not_begun_or_has_left_is_not_missed_and_a_stop_reaches_
 ) -> None:
     stop, file = StopRequest(), tmp_path / "ranks.json"
     heart = rank(here, 0, stop=stop, report=lambda beats: write_ranks(file, beats))
-    began = heart.mine.count
-    until(lambda: heart.mine.count > began + 20)
+    until(lambda: heart.mine.count > 20)
     assert not stop.requested
     left = {"count": 3, "step": 5, "doing": "trains", "stop": True, "left": True}
     store.set("beat/rank 1 on machine 1 (gpu1)", json.dumps(left))

@@ -215,8 +215,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     plan, settings = question.plan, question.plan.training
     try:
         check_torch_sees(plan.master_device)
-        file = plan.launch.accelerate_config
-        ranks = AccelerateConfig() if file is None else AccelerateConfig.read(file)
+        ranks = AccelerateConfig.read(plan.launch.accelerate_config)
         _change_arguments(ranks.processes)
         trainer = load_trainer(
             plan.config,

@@ -78,7 +78,8 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
-    use_arguments(args, begun := None if args.machine_rank else options.run_to_resume(args))
+    is_elsewhere = AccelerateConfig.read(args.accelerate_config).number_of(args.machine_rank) > 0  # the run directory
+    use_arguments(args, begun := None if is_elsewhere else options.run_to_resume(args))
     if begun is not None:
         args = options.resumed(args, begun)
         if options.nothing_to_do(args, begun):
@@ -230,8 +231,6 @@ def _distributed(args: argparse.Namespace) -> int:
 
 def _ranks(args: argparse.Namespace) -> AccelerateConfig:
     """The processes of the trainer. `UsageError`: they cannot be had here, or leave the workers' GPUs open."""
-    if args.accelerate_config is None:
-        return AccelerateConfig()
     ranks = AccelerateConfig.read(args.accelerate_config)
     if ranks.kind == DEEPSPEED and find_spec("deepspeed") is None:
         raise UsageError(
@@ -239,7 +238,8 @@ def _ranks(args: argparse.Namespace) -> AccelerateConfig:
             "'async-grpo[deepspeed]' (it is built from its sources). Without it, FSDP2 shards weights, gradients and "
             "optimizer state as ZeRO-3 does: --accelerate-config examples/accelerate/fsdp2.yaml."
         )
-    if choose_device(args.master_device_id) != CPU and args.worker_device_ids is None and args.num_workers != 0:
+    open_gpus = args.worker_device_ids is None and args.num_workers != 0
+    if args.accelerate_config is not None and open_gpus and choose_device(args.master_device_id) != CPU:
         raise UsageError(
             "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
             "the workers: --worker-device-ids 2,3."
