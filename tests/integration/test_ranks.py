@@ -80,6 +80,19 @@ def test_sharded_ranks_are_resumed_in_the_middle_of_a_batch(processes: int, undi
     same_training(tmp_path, undisturbed, steps=11)
 
 
+@pytest.mark.slow
+def test_two_sharded_ranks_go_on_as_four_between_batches(tmp_path: Path) -> None:
+    """As one process that was resumed at the same step."""
+    env = {"TEST_MODEL": "lora", "TEST_GRPO": json.dumps({"lr_scheduler_type": "constant"})}
+    of_ranks = [str(config_of("fsdp2.yaml", count, tmp_path)) for count in (2, 4)]
+    for name, configs in (("one", ["none", "none"]), ("several", of_ranks)):
+        (tmp_path / name).mkdir()
+        for config, more in zip(configs, (("--steps", "4"), ("--steps", "8", "--resume")), strict=True):
+            options = ("-n", "1", "--deterministic", "--accelerate-config", config)
+            finish(tmp_path / name, *options, *more, setup=SHARDED_SETUP, **env)
+    same_training(tmp_path / "several", tmp_path / "one", steps=8)
+
+
 # --- PCGrad ------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from kit.waiting import until_gone
 
 pytestmark = pytest.mark.integration
 
+SAVED = "checkpoints/checkpoint-8/rollout_state.json"
 SHARDED = SETUP.parent / "sharded_model.py"
 ENV = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
 
@@ -64,8 +65,7 @@ def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on
     """The rest of the run is on one machine, then on two again, which a Ctrl-C on the other one stops."""
     forever = ("--steps", "100000")
     with two_machines(tmp_path, *forever, **ENV) as (first, other):
-        saved = tmp_path / "checkpoints/checkpoint-8/rollout_state.json"
-        first.wait_until(saved.exists, "a checkpoint")
+        first.wait_until((tmp_path / SAVED).exists, "a checkpoint")
         everybody = family(first, other)
         ranks(other)[0].kill()
         assert other.wait() == 9 and first.wait() != 0
@@ -83,8 +83,7 @@ def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on
         first.wait_until(lambda: max(steps_logged(tmp_path / "worker")) > step + 5, "steps after the resume")
         everybody = family(first, other)
         os.kill(other.process.pid, signal.SIGINT)
-        assert first.wait() == 0, first.output
-        assert other.wait() == 0, other.output
+        assert (first.wait(), other.wait()) == (0, 0), first.output + other.output
     until_gone(everybody)
     assert read(tmp_path / "worker/run.json")["state"] == "stopped"
     audited(tmp_path / "worker")
@@ -95,15 +94,10 @@ def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on
 def test_fsdp2_on_two_machines_trains_as_one_process_does(undisturbed: Path, tmp_path: Path) -> None:
     """No rank has the whole weights: they are gathered from both for each version, and written together."""
     with two_machines(tmp_path, "--steps", "8", setup=SHARDED, **ENV) as (first, other):
-        assert first.wait() == 0, first.output
-        assert other.wait() == 0, other.output
+        assert (first.wait(), other.wait()) == (0, 0), first.output + other.output
     same_training(tmp_path, undisturbed, steps=8)
     shards = {path.name for path in (tmp_path / "checkpoints/checkpoint-8/pytorch_model_fsdp_0").glob("*.distcp")}
     assert shards == {"__0_0.distcp", "__1_0.distcp"}
-
-
-HIDES = 'mount -t tmpfs none "$0" && exec "$@"'
-"""Hide a folder from a command, in a namespace of mounts."""
 
 
 @pytest.mark.skipif(
@@ -113,7 +107,7 @@ HIDES = 'mount -t tmpfs none "$0" && exec "$@"'
 def test_a_folder_of_checkpoints_that_the_machines_do_not_share_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    hidden = ("unshare", "--mount", "sh", "-c", HIDES, str(folder))
+    hidden = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(folder))
     with two_machines(tmp_path, "--steps", "2", within=((), hidden)) as (first, other):
         assert first.wait() == 2, first.output
         assert other.wait() == 0, other.output
@@ -152,7 +146,7 @@ def test_a_link_that_goes_down_ends_both_machines_and_each_names_the_other(
 ) -> None:
     within = [("ip", "netns", "exec", name) for name in link]
     with two_machines(tmp_path, "--steps", "100000", within=within, host="10.43.0.1", **ENV) as (first, other):
-        first.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
+        first.wait_until((tmp_path / SAVED).exists, "a checkpoint")
         everybody = family(first, other)
         subprocess.run(["ip", "-n", link[1], "link", "set", "eth0", "down"], check=True)
         assert first.wait() != 0 and other.wait() != 0
@@ -170,8 +164,7 @@ def test_a_machine_that_is_frozen_for_long_ends_the_run_and_a_short_stop_does_no
     tmp_path: Path, seconds: float, survives: bool
 ) -> None:
     with two_machines(tmp_path, "--steps", "100000", **ENV) as (first, other):
-        saved = tmp_path / "checkpoints/checkpoint-8/rollout_state.json"
-        first.wait_until(saved.exists, "a checkpoint")
+        first.wait_until((tmp_path / SAVED).exists, "a checkpoint")
         frozen = [psutil.Process(other.process.pid), *other.children()]
         for process in frozen:
             process.suspend()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from async_grpo.queue import codec
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.schema import columns
 from async_grpo.records import Job, Purpose, RolloutGroup, Timings, header, record
+from kit.scripts import module_at
 
 ROOT = Path(__file__).parents[3]
 
@@ -113,10 +113,7 @@ def test_every_field_of_a_group_comes_back(group: RolloutGroup) -> None:
 
 
 def test_the_page_equals_the_declaration() -> None:
-    spec = importlib.util.spec_from_file_location("record_format", ROOT / "scripts" / "record_format.py")
-    assert spec is not None and spec.loader is not None
-    script: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = module_at(ROOT / "scripts" / "record_format.py")
     page = script.PAGE.read_text()
     assert page == script.page_with_tables(page), "run: python scripts/record_format.py --write"
     for declared in (Job, Timings, RolloutGroup):

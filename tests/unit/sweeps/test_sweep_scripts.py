@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import pytest
 
 from async_grpo.cli.compute import train
 from async_grpo_experiments.cli.sweep import _sweep, build_parser
+from kit.scripts import module_at
 from kit.waiting import DEADLINE_S, until
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -32,11 +32,7 @@ exit ${CODE:-0}
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SCRIPTS / f"{name}.py")
 
 
 def test_the_parallel_one_exports_the_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
