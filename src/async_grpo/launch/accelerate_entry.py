@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.launch.launcher import environment
 from async_grpo.rundir.folders import make_folder
-from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.fingerprints import versions
-from async_grpo.setup.generated.sent_function import VARIABLE
 from async_grpo.setup.process import StopRequest, end_with_parent
 from async_grpo.training import machines
 from async_grpo.training.machines import Heartbeat, TrainerMachine
@@ -59,10 +59,10 @@ def machine_of(plan: RunPlan) -> TrainerMachine | None:
         )
     if ranks.kind == DEEPSPEED:
         raise UsageError("DeepSpeed on several machines is not supported. FSDP2 shards as ZeRO-3 does: take that.")
-    if plan.trl is not None or VARIABLE in os.environ:
+    if plan.trl is not None or KEEP_LAST_WEIGHTS in os.environ:
         raise UsageError(
-            "A trainer on several machines needs a setup file with get_trainer(), which each machine has: the "
-            "arguments of `trl grpo`, and functions from Python, are of this one. `async-grpo init` writes one."
+            "A trainer on several machines is started by the same command on each, with a setup file that each has. "
+            "Arguments of `trl grpo`, and runs from Python, are of this one. `async-grpo init` writes a setup file."
         )
     return here
 
@@ -79,12 +79,12 @@ def join(root: Path, plan: RunPlan, here: TrainerMachine) -> int:
     """
     wait_s = plan.launch.node_wait
     print(f"machine {here.number} of {here.count}: asking {here.address}", flush=True)
-    store = machines.reach(here, wait_s)
-    answer = machines.answer_roll(store, here, _about(plan), wait_s)
+    answer = machines.answer_roll(machines.reach(here, wait_s), here, _about(plan), wait_s)
     state = shaped(RunState, answer["state"])
     theirs = state.plan
     launch = replace(theirs.launch, accelerate_config=plan.launch.accelerate_config, machine_rank=here.number)
-    own = replace(theirs, config=plan.config, launch=launch, master_device=plan.master_device)
+    own = replace(theirs, config=plan.config, launch=launch, master_device=plan.master_device, worker_devices=())
+    os.environ.update(environment(own))
     run = RunDir(make_folder(root.with_name(f"{root.name}-machine{here.number}")))
     run.write_state(replace(state, plan=own, **run.where_it_is()))
     print(f"run {state.run_id} of {answer['name']} ({here.address}); this machine's record: {run.root}", flush=True)
@@ -157,8 +157,7 @@ def main(arguments: Sequence[str]) -> int:
 def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class _Launch:
         needed = self._needs_workers
         for machines in (run.nodes, run.ranks):  # of the run that this one resumes
             machines.unlink(missing_ok=True)
-        env = _environment(plan)
+        env = environment(plan)
         workers = [worker_child(plan, run, number, needed, env) for number in range(1, plan.num_workers + 1)]
         if plan.launch.ray is not None:
             workers.append(_gate(plan, run, needed, env))
@@ -240,7 +240,7 @@ class _Launch:
 
 
 def _server(plan: RunPlan, run: RunDir) -> Child:
-    grace_s, env = plan.launch.stop_grace, _environment(plan)
+    grace_s, env = plan.launch.stop_grace, environment(plan)
     command = _command("server", run)
     if plan.launch.accelerate_config is not None:
         entry = [sys.executable, "-Pm", "async_grpo.launch.accelerate_entry"]
@@ -281,7 +281,8 @@ def _command(role: str, run: RunDir) -> list[str]:
     return [*command, "--launched-by", str(os.getpid())]
 
 
-def _environment(plan: RunPlan) -> dict[str, str]:
+def environment(plan: RunPlan) -> dict[str, str]:
+    """What the processes of a run find in their environment."""
     env = dict(os.environ)
     env["PYTHONPATH"] = path_to_us(env)
     env["PYTHONUNBUFFERED"] = "1"
