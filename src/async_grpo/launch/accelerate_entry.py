@@ -13,14 +13,15 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.errors import AsyncGRPOError, UsageError, reason_of
 from async_grpo.launch.launcher import environment
 from async_grpo.rundir.folders import make_folder
-from async_grpo.rundir.paths import KEEP_LAST_WEIGHTS, RunDir, RunState
+from async_grpo.rundir.paths import FAILED, FINISHED, KEEP_LAST_WEIGHTS, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
@@ -52,7 +53,7 @@ def machine_of(plan: RunPlan) -> TrainerMachine | None:
     here = TrainerMachine(number, ranks.machines, launch.main_process or ranks.main_process)
     if not here.address:
         raise UsageError(f"{config} has {ranks.machines} machines: say where machine 0 is, --main-process HOST:PORT.")
-    if number >= ranks.machines or ranks.processes % ranks.machines:
+    if not 0 <= number < ranks.machines or ranks.processes % ranks.machines:
         raise UsageError(
             f"{config} has {ranks.machines} machines and {ranks.processes} processes, and this is machine {number}. "
             "Machines count from 0, and each has as many of the processes (num_processes counts all)."
@@ -80,23 +81,34 @@ def join(root: Path, plan: RunPlan, here: TrainerMachine) -> int:
     wait_s = plan.launch.node_wait
     print(f"machine {here.number} of {here.count}: asking {here.address}", flush=True)
     answer = machines.answer_roll(machines.reach(here, wait_s), here, _about(plan), wait_s)
-    state = shaped(RunState, answer["state"])
-    theirs = state.plan
-    launch = replace(theirs.launch, accelerate_config=plan.launch.accelerate_config, machine_rank=here.number)
-    own = replace(theirs, config=plan.config, launch=launch, master_device=plan.master_device, worker_devices=())
-    os.environ.update(environment(own))
-    run = RunDir(make_folder(root.with_name(f"{root.name}-machine{here.number}")))
-    run.write_state(replace(state, plan=own, **run.where_it_is()))
-    print(f"run {state.run_id} of {answer['name']} ({here.address}); this machine's record: {run.root}", flush=True)
-    code = _start_ranks(own, ["server", "--run-dir", str(run.root)], here, answer["port"])
+    stop = StopRequest().install()
+    stop.defer()
+    heartbeat = Heartbeat.of_machine(here, stop=stop)
+    try:
+        state = shaped(RunState, answer["state"])
+        run = RunDir(make_folder(root.with_name(f"{root.name}-machine{here.number}")))
+        theirs = replace(state.plan.launch, accelerate_config=plan.launch.accelerate_config, machine_rank=here.number)
+        own = replace(
+            state.plan, config=plan.config, launch=theirs, master_device=plan.master_device, worker_devices=()
+        )
+        run.write_state(replace(state, plan=own, **run.where_it_is()))
+        print(f"run {state.run_id} of {answer['name']} ({here.address}); this machine's record: {run.root}", flush=True)
+        os.environ.update(environment(own))
+        code = _start_ranks(own, ["server", "--run-dir", str(run.root)], answer["port"], heartbeat)
+    except Exception as error:
+        heartbeat.say_ended(f"{heartbeat.me} has not started its ranks: {reason_of(error)}")
+        raise
+    run.update_state(state=FINISHED if code == 0 else FAILED)
     print("the training has ended" if code == 0 else "this machine's ranks have failed", flush=True)
     return code
 
 
 def _about(plan: RunPlan) -> dict[str, Any]:
     """What machine 0 compares."""
+    config = AccelerateConfig.read(plan.launch.accelerate_config)
+    ranks = [config.machines, config.processes, config.kind, config.fsdp_version]
     setup = sha256(plan.config.read_bytes()).hexdigest()
-    return {"name": socket.gethostname(), "versions": versions(*_EQUAL), "setup": setup}
+    return {"name": socket.gethostname(), "versions": versions(*_EQUAL), "setup": setup, "ranks": ranks}
 
 
 def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
@@ -105,8 +117,8 @@ def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
     return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
 
 
-def _start_ranks(plan: RunPlan, command: Sequence[str], here: TrainerMachine | None, port: int) -> int:
-    """Run this machine's ranks to their end; their exit code."""
+def _start_ranks(plan: RunPlan, command: Sequence[str], port: int, heartbeat: Heartbeat | None) -> int:
+    """Run this machine's ranks to their end; their exit code. `heartbeat`: where there are other machines."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -115,15 +127,13 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], here: TrainerMachine | N
     assert config is not None, "there are ranks"
     ranks = ["--config_file", str(config), "--main_process_port", str(port), *_gpu_options(config, os.environ)]
     launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
-    asked, heartbeat = launch_command_parser().parse_args([*ranks, *launched]), None
-    if here is not None:
+    asked = launch_command_parser().parse_args([*ranks, *launched])
+    if heartbeat is not None:
+        here = heartbeat.here
         asked.machine_rank, asked.main_process_ip = here.number, here.host
         os.environ.update({machines.ADDRESS: here.address, **machines.interface_of(here, os.environ)})
-        stop = StopRequest()
         if here.number > 0:  # Ctrl-C here stops the whole run: rank 0 hears of it, and writes a checkpoint first
             asked.signals_to_handle = "SIGHUP"  # of others torch would end this machine's ranks
-            stop.install().defer()
-        heartbeat = Heartbeat.of_machine(here, stop)
     try:
         launch_command(asked)
     except SignalException as stopped:
@@ -131,7 +141,7 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], here: TrainerMachine | N
     except ChildFailedError as failed:  # each rank has said why in the log
         rank, failure = failed.get_first_failure()
         if heartbeat is not None:
-            heartbeat.say_ended(f"rank {rank}", f"ended with exit code {failure.exitcode}")
+            heartbeat.say_ended(f"rank {rank} on {heartbeat.me} ended with exit code {failure.exitcode}")
         return abs(failure.exitcode)
     if heartbeat is not None:
         heartbeat.leave()
@@ -141,17 +151,19 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], here: TrainerMachine | N
 def main(arguments: Sequence[str]) -> int:
     parent_pid, root, *command = arguments
     end_with_parent(int(parent_pid))
-    state, port = RunDir(Path(root)).state_of(None), 0  # 0: any that is free
-    here = machine_of(state.plan)
-    if here is not None:
-        try:
+    run = RunDir(Path(root))
+    state, port, heartbeat = run.state_of(None), 0, None  # 0: any that is free
+    try:
+        if (here := machine_of(state.plan)) is not None:
             store, port = machines.hold(here), _free_port(here.host)
-            run = {"state": as_json(state), "port": port, "name": socket.gethostname()}
-            machines.call_roll(store, here, _about(state.plan), run, state.plan.launch.node_wait)
-        except AsyncGRPOError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
-    return _start_ranks(state.plan, command, here, port)
+            answer = {"state": as_json(state), "port": port, "name": socket.gethostname()}
+            machines.call_roll(store, here, _about(state.plan), answer, state.plan.launch.node_wait)
+            heartbeat = Heartbeat.of_machine(here, failed=partial(run.note_failure, state.run_id))
+    except AsyncGRPOError as error:
+        run.note_failure(state.run_id, reason_of(error))
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return _start_ranks(state.plan, command, port, heartbeat)
 
 
 def _free_port(host: str) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, RunDirError, UsageError, reason_of
+from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError, reason_of
 from async_grpo.evals.eval_ledger import before_and_after
 from async_grpo.log import logger
 from async_grpo.rundir import paths as runs
@@ -115,7 +115,7 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     StallReporter(activity, run.root, stall_s).start()
     logger.info("parameter server on {}: loading {}", device, options.plan.config)
     show_library_warnings()
-    failed, report = partial(_note_failure, run, state), partial(write_ranks, run.ranks)
+    failed, report = partial(run.note_failure, state.run_id), partial(write_ranks, run.ranks)
     heartbeat = Heartbeat.of_rank(stop=stop, failed=failed, report=report)
     with gc_paused():
         trainer = _load(options)
@@ -180,11 +180,6 @@ def training_of(
         trainer, run=run, state=state, settings=settings, stop=stop, companions=companions, ranks=ranks, lock=lock
     )
     return AsyncTraining(parts)
-
-
-def _note_failure(run: RunDir, state: RunState, why: str) -> None:
-    with suppress(AsyncGRPOError, OSError):
-        run.update_state(of=state.run_id, state=runs.FAILED, why=why[:MOST_OF_A_REASON])
 
 
 def _follow(options: ServerOptions, stop: StopRequest) -> str:

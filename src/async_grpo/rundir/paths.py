@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
@@ -212,6 +213,12 @@ class RunDir:
         changed = replace(current, **changes)  # type: ignore[arg-type]  # field names are checked by replace()
         self.write_state(changed)
         return changed
+
+    def note_failure(self, run_id: str, why: str) -> None:
+        """Write that the run has failed, and why, where its server cannot; a resume is taken back."""
+        with suppress(AsyncGRPOError, OSError):
+            if not self.take_back_resume(run_id) and self.state_of(run_id).state == RUNNING:
+                self.update_state(of=run_id, state=FAILED, why=why[:MOST_OF_A_REASON])
 
     def take_back_resume(self, run_id: str | None) -> bool:
         """Undo what a resume has changed in `run.json` that was not accepted; False where there is none such."""

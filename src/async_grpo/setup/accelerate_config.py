@@ -28,10 +28,10 @@ class AccelerateConfig:
     @classmethod
     def read(cls, path: Path | None) -> AccelerateConfig:
         """Read the file, YAML or JSON; None is one process. `UsageError`: it is not there, or says none of this."""
-        import yaml
-
         if path is None:
             return cls()
+        import yaml
+
         if not path.is_file():
             raise UsageError(f"There is no accelerate configuration {path}. examples/accelerate/ has some.")
         try:
@@ -40,8 +40,8 @@ class AccelerateConfig:
             main_process = [found.get(f"main_process_{part}") for part in ("ip", "port")]
             return cls(
                 processes=int(found.get("num_processes", 1)),
-                machines=int(found.get("num_machines", 1)),
-                machine=int(found.get("machine_rank", 0)),
+                machines=int(found.get("num_machines") or 1),
+                machine=int(found.get("machine_rank") or 0),
                 main_process=":".join(map(str, main_process)) if all(main_process) else "",
                 kind=str(found.get("distributed_type", DDP)).upper(),
                 gpus=tuple(filter(None, map(str.strip, gpus.split(",")))),

@@ -27,8 +27,8 @@ class Beat:
 def write_ranks(path: Path, beats: Mapping[str, Beat]) -> None:
     """Write the file whole, where any does something else than the file says."""
     ranks = {name: as_json(replace(beat, count=0)) for name, beat in beats.items() if name.startswith("rank")}
-    if ranks != {name: as_json(beat) for name, beat in read_ranks(path).items()}:
-        with suppress(AsyncGRPOError, OSError):  # it is for `status`
+    with suppress(AsyncGRPOError, OSError):  # it is for `status`
+        if ranks != {name: as_json(beat) for name, beat in read_ranks(path).items()}:
             write_json(path, ranks)
 
 

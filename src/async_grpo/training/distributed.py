@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 LEADER = 0
 DYING_S = 2.0
 DYING_POLL_S = 0.02
+SHARED_S = 10.0  # a file on NFS is seen elsewhere a few seconds later
 MESSAGE_TIMEOUT_S = 7200.0  # TRL's own evaluation, which every rank does at its pace, may take as long
 WAIT_EVERY_S = 600.0  # while rank 0 waits: for groups, for the end of an evaluation, for space on the disk
 
@@ -81,7 +82,10 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MESSAGE_TIMEOUT_S))
         self.rank = dist.get_rank()
         self._heartbeat = heartbeat
-        self._here = self._meet()
+        self._here: dict[int, psutil.Process] = {}
+        self._here, self._leaders_pid = self._meet()
+        if heartbeat is not None:
+            heartbeat.siblings = self._here
 
     def send(self, message: Message, payload: bytes = b"") -> None:
         """Rank 0: send a message to all; returns when all have received it."""
@@ -115,9 +119,11 @@ class Ranks:
             what = f"Ranks {rank} of the trainer (pids {pid}) have died, so training cannot continue. Their output is"
         raise PeerDiedError(f"{what} in the log above. Start again with --resume.")
 
-    def blame(self) -> None:
-        """As `check_alive`, after communication has failed: a dying process takes a moment to end, or to be missed."""
-        deadline = time.monotonic() + (DYING_S if self._heartbeat is None else SILENT_S + DYING_S)
+    def blame(self, error: RuntimeError) -> None:
+        """As `check_alive`, after an error: a dying process takes a moment to end, one elsewhere to be missed."""
+        is_lost = any(word in str(error).lower() for word in ("gloo", "nccl", "connection"))
+        patience_s = DYING_S if self._heartbeat is None or not is_lost else SILENT_S + 2 * DYING_S
+        deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             self.check_alive()
             time.sleep(DYING_POLL_S)
@@ -129,13 +135,14 @@ class Ranks:
         """
         blind = torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
         if self._heartbeat is not None:
-            if self.rank == LEADER:
-                folder.mkdir(parents=True, exist_ok=True)
-            self.wait_for_all()
-            proofs = [folder / f".seen-by-rank-{rank}" for rank in range(len(blind))]
+            proofs = [folder / f".seen-by-rank-{rank}-{self._leaders_pid}" for rank in range(len(blind))]
             with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
                 proofs[self.rank].touch()
             self.wait_for_all()
+            deadline = time.monotonic() + SHARED_S
+            while not all(proof.exists() for proof in proofs) and time.monotonic() < deadline:
+                time.sleep(DYING_POLL_S)
             blind[self.rank] = not all(proof.exists() for proof in proofs)
             self._guarded(lambda: dist.all_reduce(blind, group=self._group))
             proofs[self.rank].unlink(missing_ok=True)
@@ -153,13 +160,14 @@ class Ranks:
         if self._heartbeat is not None:
             self._heartbeat.leave()
 
-    def _meet(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks on this machine, by rank."""
+    def _meet(self) -> tuple[dict[int, psutil.Process], int]:
+        """The processes of the ranks on this machine, by rank, and the process id of rank 0."""
         pids = torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
         pids[self.rank] = os.getpid()
-        dist.all_reduce(pids, group=self._group)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", len(pids)))
-        return {rank: psutil.Process(int(pids[rank])) for rank in range(len(pids)) if rank // here == self.rank // here}
+        self._guarded(lambda: dist.all_reduce(pids, group=self._group))
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", len(pids)))
+        here = [rank for rank in range(len(pids)) if rank // each == self.rank // each]
+        return {rank: psutil.Process(int(pids[rank])) for rank in here}, int(pids[LEADER])
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         self._guarded(lambda: dist.broadcast(tensor, src=LEADER, group=self._group))
@@ -169,7 +177,7 @@ class Ranks:
         try:
             communicate()
         except RuntimeError as error:
-            self.blame()
+            self.blame(error)
             whose = "another rank" if self.rank == LEADER else "rank 0, the parameter server,"
             raise PeerDiedError(
                 f"Rank {self.rank} of the trainer can no longer reach {whose}: {error}. Start again with --resume."
@@ -234,10 +242,10 @@ class Leader:
         if self._ranks is not None:
             self._ranks.wait_for_all()
 
-    def blame(self) -> None:
+    def blame(self, error: RuntimeError) -> None:
         """Raise `PeerDiedError` where an error of the training comes from the death of a rank."""
         if self._ranks is not None:
-            self._ranks.blame()
+            self._ranks.blame(error)
 
     def _send(self, message: Message, payload: bytes = b"") -> None:
         if self._ranks is not None:
@@ -270,8 +278,8 @@ class Follower(TrainingEvents):
             raise StopTraining  # rank 0 says why
         try:
             trl_trainer.fit(self._trainer, resume_from=checkpoint)
-        except RuntimeError:  # torch.distributed's own, where a rank died in the middle of a step
-            self._ranks.blame()
+        except RuntimeError as error:  # torch.distributed's own, where a rank died in the middle of a step
+            self._ranks.blame(error)
             raise
 
     def training_begins(self) -> None:

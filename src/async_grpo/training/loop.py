@@ -72,8 +72,8 @@ class AsyncTraining(TrainingEvents):
         self._leader.start(checkpoint, self._folder)
         try:
             self.has_trained = trl_trainer.fit(self._trainer, resume_from=checkpoint)  # calls the methods below
-        except RuntimeError:  # torch.distributed's own, where a rank died in the middle of a step
-            self._leader.blame()
+        except RuntimeError as error:  # torch.distributed's own, where a rank died in the middle of a step
+            self._leader.blame(error)
             raise
         if self.has_trained:
             self._folder.keep_only_the_best()

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from async_grpo.errors import BadFileError, PeerDiedError, UsageError
+from async_grpo.errors import PeerDiedError, UsageError
 from async_grpo.rundir.shape import shaped
-from async_grpo.setup.process import StopRequest, leave_at_once
+from async_grpo.setup.process import StopRequest, is_alive, leave_at_once
 from async_grpo.telemetry.ranks_file import Beat
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def reach(here: TrainerMachine, wait_s: float) -> Store:
         try:
             socket.create_connection((here.host, here.port), timeout=ANSWER_S).close()
             return _store(here)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's, of a port that something else has
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"--main-process {here.address}: machine 0 has not answered within {wait_s:g} s ({error}). Start "
@@ -115,7 +115,7 @@ def call_roll(
     """Machine 0: wait for the others, compare what they have, and answer with the run.
 
     Args:
-        mine: {"name": of the machine, and what must be equal on all: "versions" and "setup"}.
+        mine: {"name": of the machine, and what must be equal on all: "versions", "setup" and "ranks"}.
 
     Raises:
         UsageError: one is missing, or differs. Those that are there hear the same.
@@ -149,6 +149,10 @@ def answer_roll(store: Store, here: TrainerMachine, mine: Mapping[str, Any], wai
         found: dict[str, Any] = json.loads(store.get(_ANSWER))
     except RuntimeError as error:
         raise PeerDiedError(f"Machine 0 ({here.address}) has ended before the start. Its output says why.") from error
+    except BaseException:  # Ctrl-C as well: machine 0 is not to count on this one
+        for key in (_about(here.number), f"taken/{here.number}"):
+            store.delete_key(key)
+        raise
     if "refused" in found:
         raise UsageError(str(found["refused"]))
     return found
@@ -176,8 +180,9 @@ def _compare(mine: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Non
                     f"{who} has {name} {theirs or '(not installed)'}, and machine 0 {version or '(not installed)'}. "
                     "Install the same on all."
                 )
-        if other["setup"] != mine["setup"]:
-            raise UsageError(f"{who} has another setup file than machine 0. Copy it there: all build one trainer.")
+        for what, words in (("setup", "setup file"), ("ranks", "accelerate configuration")):
+            if other[what] != mine[what]:
+                raise UsageError(f"{who} has another {words} than machine 0. Copy it there: all build one trainer.")
 
 
 def _about(number: int) -> str:
@@ -198,10 +203,7 @@ class _Other:
     """What was heard of a rank or machine."""
 
     beat: Beat = field(default_factory=Beat)
-    heard_s: float = 0.0  # monotonic, when `count` changed
-
-    def is_missed(self, now: float) -> bool:
-        return bool(self.beat.count) and not self.beat.left and now - self.heard_s > SILENT_S
+    heard_s: float = field(default_factory=time.monotonic)  # when `count` changed
 
 
 class Heartbeat:
@@ -213,7 +215,8 @@ class Heartbeat:
     Args:
         me: a rank or a machine, as people read it.
         store: nobody else may use this connection.
-        watched: all ranks and machines; none: nobody is missed.
+        watched: who is missed after `SILENT_S`: machines from now on, ranks from their first beat on.
+        patience_s: so much later than others this one ends, so that ranks may say why first.
         stop: set where any rank was asked to end.
         failed: told the reason before the process ends.
         report: told what all others said, once a beat.
@@ -224,24 +227,28 @@ class Heartbeat:
         here: TrainerMachine,
         me: str,
         store: Store,
-        watched: Sequence[str] = (),
+        watched: Sequence[str],
         *,
+        patience_s: float = 0.0,
         stop: StopRequest | None = None,
         failed: Callable[[str], None] = lambda why: None,
         report: Callable[[Mapping[str, Beat]], None] = lambda beats: None,
     ) -> None:
         self.mine = Beat()
-        self._here, self._me, self._store = here, me, store
+        self.here, self.me, self._store = here, me, store
         self._stop, self._failed, self._report = stop, failed, report
         self._others = {name: _Other() for name in watched if name != me}
-        self._answered_s = time.monotonic()
+        self._answered_s, self._patience_s = time.monotonic(), patience_s
+        self.siblings: Mapping[int, psutil.Process] = {}  # ranks on this machine
         for loop in (self._exchange, self._judge):
             threading.Thread(target=loop, name="heartbeat", daemon=True).start()
 
     @classmethod
-    def of_machine(cls, here: TrainerMachine, stop: StopRequest) -> Heartbeat:
-        """The heartbeat of the process that starts this machine's ranks."""
-        return cls(here, _name(here.number, socket.gethostname()), reach(here, ANSWER_S), stop=stop)
+    def of_machine(cls, here: TrainerMachine, **options: Any) -> Heartbeat:
+        """The heartbeat of the process that starts this machine's ranks, which misses others while there are none."""
+        store = reach(here, ANSWER_S)
+        names = _machines(store, here)
+        return cls(here, names[here.number], store, names, patience_s=SILENT_S, **options)
 
     @classmethod
     def of_rank(cls, env: Mapping[str, str] = os.environ, **options: Any) -> Heartbeat | None:
@@ -251,15 +258,14 @@ class Heartbeat:
         ranks, each = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
         here = TrainerMachine(int(env["GROUP_RANK"]), ranks // each, address)
         store = reach(here, ANSWER_S)
-        hosts = [json.loads(store.get(_about(number)))["name"] for number in range(here.count)]
-        machines = [_name(number, host) for number, host in enumerate(hosts)]
+        machines = _machines(store, here)
         names = [f"rank {rank} on {machines[rank // each]}" for rank in range(ranks)]
         return cls(here, names[int(env["RANK"])], store, [*machines, *names], **options)
 
-    def say_ended(self, who: str, how: str) -> None:
-        """Tell all ranks that one of this machine has ended. The first that is told counts: others end by it."""
+    def say_ended(self, why: str) -> None:
+        """Tell all ranks what has ended here. The first that is told counts: others end by it."""
         with suppress(RuntimeError, UsageError):  # machine 0 may have ended before
-            reach(self._here, 0).compare_set(_ENDED, "", f"{who} on {self._me} {how}")
+            reach(self.here, 0).compare_set(_ENDED, "", why)
         self.leave()
 
     def leave(self) -> None:
@@ -271,8 +277,7 @@ class Heartbeat:
         while True:
             try:
                 self._beat()
-                self._answered_s = time.monotonic()
-            except (RuntimeError, ValueError, BadFileError):  # the store is gone, the link is down, or it is not ours
+            except Exception:  # noqa: BLE001  # mostly torch's: the store is gone, or the link; `_judge` says so in time
                 if self.mine.left:
                     return
             time.sleep(BEAT_S)
@@ -281,37 +286,53 @@ class Heartbeat:
         mine, stop = self.mine, self._stop
         mine.count += 1
         mine.stop = stop is not None and stop.requested
-        self._store.set(f"beat/{self._me}", json.dumps(vars(mine)))
-        if self._others and self._store.check([_ENDED]):
+        self._store.set(f"beat/{self.me}", json.dumps(vars(mine)))
+        if self._store.check([_ENDED]):
+            time.sleep(self._patience_s)
             self._end(self._store.get(_ENDED).decode())
         for name, other in self._others.items():
             if self._store.check([f"beat/{name}"]):
                 beat = shaped(Beat, json.loads(self._store.get(f"beat/{name}")))
                 if beat.count != other.beat.count:
                     other.beat, other.heard_s = beat, time.monotonic()
+        self._answered_s = time.monotonic()
         if stop is not None and any(other.beat.stop for other in self._others.values()):
             stop.requested = True
         self._report({name: other.beat for name, other in self._others.items()})
 
     def _judge(self) -> None:
-        while self._others and not self.mine.left:
-            now = time.monotonic()
-            if now - self._answered_s > SILENT_S:
-                self._end(f"machine 0 ({self._here.address}) cannot be reached for {SILENT_S:g} s")
-            missed = [name for name, other in self._others.items() if other.is_missed(now)]
+        while not self.mine.left:
+            now, silent_s = time.monotonic(), SILENT_S + self._patience_s
+            for rank, process in self.siblings.items():
+                if not is_alive(process):
+                    why = f"rank {rank} on {self.me.rpartition(' on ')[2]} (pid {process.pid}) has died"
+                    with suppress(RuntimeError, UsageError):
+                        reach(self.here, 0).compare_set(_ENDED, "", why)
+                    self._end(why)
+            if now - self._answered_s > silent_s:
+                self._end(f"machine 0 ({self.here.address}) cannot be reached for {silent_s:g} s")
+            missed = [name for name, other in self._others.items() if self._misses(name, other, now)]
             if missed:  # a machine before its ranks
-                self._end(f"{min(missed)} has not answered for {SILENT_S:g} s")
+                self._end(f"{min(missed)} has not answered for {silent_s:g} s")
             time.sleep(BEAT_S)
+
+    def _misses(self, name: str, other: _Other, now: float) -> bool:
+        has_begun = other.beat.count > 0 or name.startswith("machine")
+        return has_begun and not other.beat.left and now - other.heard_s > SILENT_S + self._patience_s
 
     def _end(self, why: str) -> None:
         if self.mine.left:
             return
         self.mine.left = True
         said = f"The trainer has lost a process: {why}. Start again with --resume, on the machines that are left."
-        print(f"error: {said}", file=sys.stderr, flush=True)
-        self._failed(said)
-        leave_at_once(PeerDiedError.exit_code)
+        try:
+            print(f"error: {said}", file=sys.stderr, flush=True)
+            self._failed(said)
+        finally:
+            leave_at_once(PeerDiedError.exit_code)
 
 
-def _name(machine: int, host: str) -> str:
-    return f"machine {machine} ({host})"
+def _machines(store: Store, here: TrainerMachine) -> list[str]:
+    """The machines, as people read them. All have been at the roll call."""
+    hosts = [json.loads(store.get(_about(number)))["name"] for number in range(here.count)]
+    return [f"machine {number} ({host})" for number, host in enumerate(hosts)]

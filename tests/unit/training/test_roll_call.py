@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from async_grpo.training.machines import Heartbeat, TrainerMachine
 from kit.waiting import until
 
 WAIT_S = 60.0
-ABOUT = {"name": "gpu0", "versions": {"torch": "2.13.0"}, "setup": "abc"}
+ABOUT = {"name": "gpu0", "versions": {"torch": "2.13.0"}, "setup": "abc", "ranks": [2, 4, "FSDP", 2]}
 RUN = {"state": {}, "port": 1}
 
 
@@ -57,6 +58,7 @@ def test_machines_that_are_alike_get_the_run_of_machine_0(here: TrainerMachine) 
         (2, {"versions": {"torch": "2.12.1"}}, WAIT_S, "Machine 1 (gpu1) has torch 2.12.1, and machine 0 2.13.0"),
         (2, {"versions": {}}, WAIT_S, "Machine 1 (gpu1) has torch (not installed)"),
         (2, {"setup": "abd"}, WAIT_S, "Machine 1 (gpu1) has another setup file than machine 0"),
+        (2, {"ranks": [2, 2, "FSDP", 2]}, WAIT_S, "Machine 1 (gpu1) has another accelerate configuration than"),
         (4, {}, 0.5, "of --machine-rank 2, 3 nothing was heard within 0.5 s (--node-wait)"),
     ],
 )
@@ -106,6 +108,7 @@ def store(here: TrainerMachine) -> Any:
     held = machines.hold(here)
     for number in range(2):
         held.set(f"machine/{number}", json.dumps({**ABOUT, "name": f"gpu{number}"}))
+        held.set(f"beat/machine {number} (gpu{number})", json.dumps({"count": 1, "left": True}))
     return held
 
 
@@ -118,6 +121,25 @@ def test_a_rank_that_falls_silent_ends_the_others_with_its_name_and_machine(
     until(lambda: ends)
     assert ends == [PeerDiedError.exit_code]
     assert "rank 1 on machine 1 (gpu1) has not answered for 1 s" in failed[0] and failed[0] in capsys.readouterr().err
+
+
+def test_a_machine_that_ends_between_the_roll_call_and_its_first_beat_is_missed(
+    here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.delete_key("beat/machine 1 (gpu1)")
+    rank(here, 0)
+    until(lambda: ends)
+    assert "machine 1 (gpu1) has not answered for 1 s" in capsys.readouterr().err
+
+
+def test_a_rank_of_this_machine_that_dies_is_told_to_all(
+    here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead: Any = SimpleNamespace(pid=7, is_running=lambda: False)
+    rank(here, 0).siblings = {2: dead}
+    until(lambda: ends)
+    said = "rank 2 on machine 0 (gpu0) (pid 7) has died"
+    assert said in capsys.readouterr().err and store.get("ended").decode() == said
 
 
 def test_a_rank_that_has_not_begun_or_has_left_is_not_missed_and_a_stop_reaches_rank_0(
@@ -140,9 +162,9 @@ def test_what_a_machine_says_of_its_rank_ends_the_others_at_once(
     here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     heart = rank(here, 0)
-    of_machine = Heartbeat(TrainerMachine(1, 2, here.address), "machine 1 (gpu1)", machines.reach(here, WAIT_S))
-    of_machine.say_ended("rank 1", "ended with exit code -9")
-    of_machine.say_ended("rank 0", "ended by it")
+    of_machine = Heartbeat.of_machine(TrainerMachine(1, 2, here.address))
+    of_machine.say_ended(f"rank 1 on {of_machine.me} ended with exit code -9")
+    of_machine.say_ended("rank 0 ended by it")
     until(lambda: ends)
     assert "rank 1 on machine 1 (gpu1) ended with exit code -9" in capsys.readouterr().err
     assert heart.mine.left

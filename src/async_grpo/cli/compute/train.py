@@ -78,6 +78,8 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
+    if args.resume and args.machine_rank and args.accelerate_config is None:  # what machine 0 recalls is not here
+        raise UsageError("--machine-rank with --resume: name the setup file and --accelerate-config as well.")
     is_elsewhere = AccelerateConfig.read(args.accelerate_config).number_of(args.machine_rank) > 0  # the run directory
     use_arguments(args, begun := None if is_elsewhere else options.run_to_resume(args))
     if begun is not None:
