@@ -35,9 +35,7 @@ class Served:
 
     def said(self, pattern: str) -> str:
         """Wait until it prints something that matches."""
-
-        found = lambda: re.search(pattern, self.text)  # noqa: E731
-        return until(found, pattern, process=self.process, said=lambda: self.text)[0]
+        return until(lambda: re.search(pattern, self.text), pattern, process=self.process, said=lambda: self.text)[0]
 
     @property
     def text(self) -> str:

@@ -291,8 +291,9 @@ def test_the_sdk_signs_in_where_region_says(example: SimpleNamespace, monkeypatc
     module = importlib.import_module("launch_sdk3")
     del sys.modules["launch_sdk3"]  # it has no SDK
     regions: list[str] = []
-    trainer = lambda **_: regions.append(os.environ["AWS_DEFAULT_REGION"]) or MagicMock()  # noqa: E731
-    monkeypatch.setattr(module, "ModelTrainer", trainer)
+    monkeypatch.setattr(
+        module, "ModelTrainer", lambda **_: regions.append(os.environ["AWS_DEFAULT_REGION"]) or MagicMock()
+    )
     assert module.main([*LAUNCH, "--region", "eu-west-1", "--dry-run"]) == 0
     assert regions == ["eu-west-1"]
 

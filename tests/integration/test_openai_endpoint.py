@@ -228,7 +228,7 @@ def test_requests_of_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "code"), [(20_000, "request_too_large"), (400, "context_length_exceeded")])
 def test_a_long_request_ends_a_dialogue(size: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a dialogue of TRL's tool loop ends: how it came to be so long is the model's doing, too."""
+    """As a dialogue of TRL's tool loop ends: the model has made it so long."""
     monkeypatch.setattr("async_grpo.rollout.endpoint.server.MOST_BYTES", 10_000)
 
     def agent(prompt: list[Any], endpoint: Endpoint) -> None:

@@ -35,6 +35,7 @@ def two_machines(
     folder: Path,
     *options: str,
     setup: Path = SETUP,
+    ranks_each: int = 1,
     within: Sequence[Sequence[str]] = ((), ()),
     host: str = "127.0.0.1",
     **env: str,
@@ -42,7 +43,11 @@ def two_machines(
     """The same command on each; machine 0 has the launcher. `within`: a command that runs it, of each machine."""
     config = folder / "two.yaml"
     example = EXAMPLES / ("fsdp2.yaml" if setup == SHARDED else "ddp.yaml")
-    config.write_text(example.read_text().replace("num_machines: 1", "num_machines: 2"))
+    config.write_text(
+        example.read_text()
+        .replace("num_machines: 1", "num_machines: 2")
+        .replace("num_processes: 2", f"num_processes: {2 * ranks_each}")
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"{host}:{probe.getsockname()[1]}"
@@ -89,6 +94,18 @@ def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on
     audited(tmp_path / "worker")
     same_training(tmp_path, undisturbed, steps=11)
     same_weights(tmp_path, undisturbed, 4, 8)
+
+
+@pytest.mark.slow
+def test_the_rank_that_died_is_named_where_each_machine_has_two(tmp_path: Path) -> None:
+    """Its neighbours die of it, and none of them is named."""
+    with two_machines(tmp_path, "--steps", "100000", ranks_each=2) as (first, other):
+        first.wait_until(lambda: steps_logged(tmp_path / "worker"), "a step")
+        dead = ranks(other)[1]
+        dead.kill()
+        assert first.wait() != 0 and other.wait() != 0
+    named = f"rank 3 on machine 1 ({socket.gethostname()}) (pid {dead.pid}) has died"
+    assert named in read(tmp_path / "worker/run.json")["why"] and named in first.output and named in other.output
 
 
 def test_fsdp2_on_two_machines_trains_as_one_process_does(undisturbed: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     state, port, heartbeat = run.state_of(None), 0, None  # 0: any that is free
     try:
         if (here := machine_of(state.plan)) is not None:
-            store, port = machines.hold(here), _free_port(here.host)
+            store, port = machines.hold(here), _free_port(here.host)  # held to the end: ranks meet there
             answer = {"state": as_json(state), "port": port, "name": socket.gethostname()}
             machines.call_roll(store, here, _about(state.plan), answer, state.plan.launch.node_wait)
             heartbeat = Heartbeat.of_machine(here, failed=partial(run.note_failure, state.run_id))

@@ -145,6 +145,7 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
                     should_stop=lambda: stop.requested or result == runs.FAILED,
                 )
     if ranks is not None:
+        ranks.wait_for_all()  # one that left early would look as if it had died
         ranks.leave()
     return result
 
@@ -200,7 +201,8 @@ def _follow(options: ServerOptions, stop: StopRequest) -> str:
     keep_last_weights(trainer, RunDir(options.run_dir))
     with suppress(StopTraining):  # rank 0 refuses to train, and says why
         Follower(trainer, ranks, options.plan.training).train()
-        ranks.leave()
+        ranks.wait_for_all()
+    ranks.leave()
     return runs.FINISHED
 
 

@@ -42,7 +42,7 @@ from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
-from async_grpo.training.machines import SILENT_S, Heartbeat
+from async_grpo.training.machines import SILENT_S, Heartbeat, lost_process
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.sharding import sharding_of
@@ -101,6 +101,8 @@ class Ranks:
 
     def refused(self) -> None:
         """Rank 0: there will be no training, and this rank says why. The others end in silence."""
+        if self._heartbeat is not None:
+            self._heartbeat.mine.left = True  # whoever ends now
         with suppress(PeerDiedError):  # one that has found the same reason
             self.send(Message.STOP)
 
@@ -113,6 +115,8 @@ class Ranks:
         dead = [(rank, process.pid) for rank, process in self._here.items() if not is_alive(process)]
         if not dead:
             return
+        if self._heartbeat is not None:
+            raise PeerDiedError(lost_process(self._heartbeat.lost(*dead[0])))
         rank, pid = (", ".join(map(str, numbers)) for numbers in zip(*dead, strict=True))
         what = f"Rank {rank} of the trainer (pid {pid}) has died, so training cannot continue. Its last output is"
         if len(dead) > 1:  # a rank that has lost its neighbour ends as well
@@ -122,7 +126,8 @@ class Ranks:
     def blame(self, error: RuntimeError) -> None:
         """As `check_alive`, after an error: a dying process takes a moment to end, one elsewhere to be missed."""
         is_lost = any(word in str(error).lower() for word in ("gloo", "nccl", "connection"))
-        patience_s = DYING_S if self._heartbeat is None or not is_lost else SILENT_S + 2 * DYING_S
+        is_watched = self._heartbeat is not None and not self._heartbeat.mine.left
+        patience_s = SILENT_S + 2 * DYING_S if is_lost and is_watched else DYING_S
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             self.check_alive()
@@ -151,12 +156,11 @@ class Ranks:
     def says(self, doing: str, step: int | None = None) -> None:
         """Note for `status` what this rank does."""
         if self._heartbeat is not None:
-            self._heartbeat.mine.doing = doing
-            self._heartbeat.mine.step = self._heartbeat.mine.step if step is None else step
+            mine = self._heartbeat.mine
+            mine.doing, mine.step = doing, mine.step if step is None else step
 
     def leave(self) -> None:
-        """End in good order, when every rank does."""
-        self.wait_for_all()  # one that left early would look as if it had died
+        """End in good order: after this, no rank misses this one."""
         if self._heartbeat is not None:
             self._heartbeat.leave()
 

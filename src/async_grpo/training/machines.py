@@ -264,14 +264,22 @@ class Heartbeat:
 
     def say_ended(self, why: str) -> None:
         """Tell all ranks what has ended here. The first that is told counts: others end by it."""
-        with suppress(RuntimeError, UsageError):  # machine 0 may have ended before
-            reach(self.here, 0).compare_set(_ENDED, "", why)
+        self._tell(why)
         self.leave()
+
+    def lost(self, rank: int, pid: int) -> str:
+        """Tell all that a rank of this machine has died; returns what was told first, which others may have died of."""
+        return self._tell(f"rank {rank} on {self.me.rpartition(' on ')[2]} (pid {pid}) has died")
+
+    def _tell(self, why: str) -> str:
+        with suppress(RuntimeError, UsageError):  # machine 0 may have ended before
+            return reach(self.here, 0).compare_set(_ENDED, "", why).decode()
+        return why
 
     def leave(self) -> None:
         """This process ends in good order: the others shall not miss it."""
         self.mine.left = True
-        time.sleep(2 * BEAT_S)
+        time.sleep(3 * BEAT_S)
 
     def _exchange(self) -> None:
         while True:
@@ -304,17 +312,17 @@ class Heartbeat:
         while not self.mine.left:
             now, silent_s = time.monotonic(), SILENT_S + self._patience_s
             for rank, process in self.siblings.items():
-                if not is_alive(process):
-                    why = f"rank {rank} on {self.me.rpartition(' on ')[2]} (pid {process.pid}) has died"
-                    with suppress(RuntimeError, UsageError):
-                        reach(self.here, 0).compare_set(_ENDED, "", why)
-                    self._end(why)
+                if not is_alive(process) and not self._has_left(rank):
+                    self._end(self.lost(rank, process.pid))
             if now - self._answered_s > silent_s:
                 self._end(f"machine 0 ({self.here.address}) cannot be reached for {silent_s:g} s")
             missed = [name for name, other in self._others.items() if self._misses(name, other, now)]
             if missed:  # a machine before its ranks
                 self._end(f"{min(missed)} has not answered for {silent_s:g} s")
             time.sleep(BEAT_S)
+
+    def _has_left(self, rank: int) -> bool:
+        return any(other.beat.left for name, other in self._others.items() if name.startswith(f"rank {rank} "))
 
     def _misses(self, name: str, other: _Other, now: float) -> bool:
         has_begun = other.beat.count > 0 or name.startswith("machine")
@@ -324,12 +332,16 @@ class Heartbeat:
         if self.mine.left:
             return
         self.mine.left = True
-        said = f"The trainer has lost a process: {why}. Start again with --resume, on the machines that are left."
+        said = lost_process(why)
         try:
             print(f"error: {said}", file=sys.stderr, flush=True)
             self._failed(said)
         finally:
             leave_at_once(PeerDiedError.exit_code)
+
+
+def lost_process(why: str) -> str:
+    return f"The trainer has lost a process: {why}. Start again with --resume, on the machines that are left."
 
 
 def _machines(store: Store, here: TrainerMachine) -> list[str]:

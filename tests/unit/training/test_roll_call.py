@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from async_grpo.training.machines import Heartbeat, TrainerMachine
 from kit.waiting import until
 
 WAIT_S = 60.0
+LONG_S = 100.0  # longer than silence
 ABOUT = {"name": "gpu0", "versions": {"torch": "2.13.0"}, "setup": "abc", "ranks": [2, 4, "FSDP", 2]}
 RUN = {"state": {}, "port": 1}
 
@@ -86,10 +86,9 @@ def test_a_number_that_is_taken_and_a_machine_0_that_is_not_there_are_refused(he
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The exit codes that heartbeats would have ended with. A second without an answer counts as silence."""
+    """The exit codes that heartbeats would have ended with."""
     codes: list[int] = []
     monkeypatch.setattr(machines, "leave_at_once", codes.append)
-    monkeypatch.setattr(machines, "SILENT_S", 1.0)
     monkeypatch.setattr(machines, "BEAT_S", 0.02)
     return codes
 
@@ -116,20 +115,22 @@ def test_a_rank_that_falls_silent_ends_the_others_with_its_name_and_machine(
     here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed: list[str] = []
-    rank(here, 0, failed=failed.append)
+    other = rank(here, 0, failed=failed.append)._others["rank 1 on machine 1 (gpu1)"]
     store.set("beat/rank 1 on machine 1 (gpu1)", json.dumps({"count": 7}))
+    until(lambda: other.beat.count == 7)
+    other.heard_s -= LONG_S
     until(lambda: ends)
     assert ends == [PeerDiedError.exit_code]
-    assert "rank 1 on machine 1 (gpu1) has not answered for 1 s" in failed[0] and failed[0] in capsys.readouterr().err
+    assert "rank 1 on machine 1 (gpu1) has not answered for 25 s" in failed[0] and failed[0] in capsys.readouterr().err
 
 
 def test_a_machine_that_ends_between_the_roll_call_and_its_first_beat_is_missed(
     here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.delete_key("beat/machine 1 (gpu1)")
-    rank(here, 0)
+    rank(here, 0)._others["machine 1 (gpu1)"].heard_s -= LONG_S
     until(lambda: ends)
-    assert "machine 1 (gpu1) has not answered for 1 s" in capsys.readouterr().err
+    assert "machine 1 (gpu1) has not answered for 25 s" in capsys.readouterr().err
 
 
 def test_a_rank_of_this_machine_that_dies_is_told_to_all(
@@ -147,12 +148,15 @@ def test_a_rank_that_has_not_begun_or_has_left_is_not_missed_and_a_stop_reaches_
 ) -> None:
     stop, file = StopRequest(), tmp_path / "ranks.json"
     heart = rank(here, 0, stop=stop, report=lambda beats: write_ranks(file, beats))
+    heart._others["rank 1 on machine 1 (gpu1)"].heard_s -= LONG_S
     until(lambda: heart.mine.count > 20)
     assert not stop.requested
     left = {"count": 3, "step": 5, "doing": "trains", "stop": True, "left": True}
     store.set("beat/rank 1 on machine 1 (gpu1)", json.dumps(left))
     until(lambda: stop.requested)
-    time.sleep(1.5)  # longer than silence
+    heart._others["rank 1 on machine 1 (gpu1)"].heard_s -= LONG_S
+    seen = heart.mine.count
+    until(lambda: heart.mine.count > seen + 20)
     assert ends == []
     assert read_ranks(file)["rank 1 on machine 1 (gpu1)"].step == 5
     heart.leave()
