@@ -64,6 +64,6 @@ def test_every_rank_that_has_died_is_named(dead: set[int], sentence: str) -> Non
         SimpleNamespace(pid=100 + rank, is_running=lambda rank=rank: rank not in dead, status=lambda: "running")
         for rank in range(4)
     ]
-    ranks._here = dict(enumerate(living))
+    ranks._here, ranks._heartbeat = dict(enumerate(living)), None
     with pytest.raises(PeerDiedError, match=sentence):
         ranks.check_alive()
