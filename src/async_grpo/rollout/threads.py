@@ -83,10 +83,10 @@ class KeptThreads:
             try:
                 task()
             finally:
+                del task  # what it holds may be tensors, which go before the process may end
                 with _task_ended:
                     _unfinished.remove(name)
                     _task_ended.notify_all()
-            del task  # what it holds is not to be kept until the next one
             threading.current_thread().name = "waits for a task"
             self._free.release()
 
@@ -152,6 +152,7 @@ class MainThread:
             finally:
                 self._left.set()
                 self._refuse_calls()
+        thread.join(ENDING_S)  # it may still let go of tensors, and the process would abort if it exited meanwhile
         ended.result()
 
     def run(self, function: Callable[[], T]) -> T:

@@ -96,6 +96,12 @@ def test_an_error_of_the_loop_is_raised_and_signals_are_as_before() -> None:
     assert _signal.signal is original
 
 
+def test_the_thread_of_the_loop_has_ended_when_the_process_may() -> None:
+    threads: list[threading.Thread] = []
+    main_thread.serve_while(lambda: threads.append(threading.current_thread()))
+    assert not threads[0].is_alive()
+
+
 HANGS = """
 import threading, time
 from async_grpo.rollout import threads as module

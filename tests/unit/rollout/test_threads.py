@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from textwrap import dedent
@@ -82,6 +84,20 @@ def test_waiting_for_tasks_names_those_that_are_not_done() -> None:
     assert "slow" in threads_module.wait_for_tasks(0.01)
     go_on.set()
     until(lambda: "slow" not in threads_module.wait_for_tasks(0.01))
+
+
+def test_a_task_that_is_done_holds_nothing() -> None:
+    """Tensors that its thread lets go of while the process ends abort the process."""
+
+    class Held:
+        def __del__(self) -> None:
+            time.sleep(0.1)
+            let_go.set()
+
+    let_go = threading.Event()
+    KeptThreads().run(functools.partial(id, Held()), name="holds")
+    until(lambda: "holds" not in threads_module.wait_for_tasks(0.01))
+    assert let_go.is_set()
 
 
 def test_a_process_that_waits_for_its_tasks_ends_well() -> None:
