@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from async_grpo.setup.process import has_ended, leave_at_once, path_to_us, start_logged, within
+from async_grpo.setup.process import end_with_parent, has_ended, leave_at_once, path_to_us, start_logged, within
 
 POLL_S = 0.05
 _LAST_LINES = 20
@@ -59,6 +59,7 @@ def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: Mapping
 
 def answer(function: Callable[[dict[str, Any]], Any]) -> NoReturn:
     """In the process that is asked: answer, and leave at once, whatever its other threads do."""
+    end_with_parent(os.getppid())
     question, path = sys.argv[1:]
     text = json.dumps(function(json.loads(question)))
     Path(path).write_text(text)

@@ -106,7 +106,8 @@ class DecodeSteps:
         """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
         self._model, self._kwargs = model, kwargs
         self._rows, self._position = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
-        self._take_batch(cache, positions_bL, rounded(self._rows, LEAST_ROWS), rounded(longest, LEAST_TOKENS))
+        self._least_rows = min(LEAST_ROWS, self._rows)  # one long row has the memory of one
+        self._take_batch(cache, positions_bL, rounded(self._rows, self._least_rows), rounded(longest, LEAST_TOKENS))
         self._batch.take(cache, mask_bL, positions_bL)
         self._copy_weights()
         where = self._addresses()
@@ -178,7 +179,7 @@ class DecodeSteps:
 
     def smaller_without(self, ended: int) -> bool:
         """Whether the passes have fewer rows without so many rows of the batch."""
-        return rounded(self._rows - ended, LEAST_ROWS) < rounded(self._rows, LEAST_ROWS)
+        return rounded(self._rows - ended, self._least_rows) < rounded(self._rows, self._least_rows)
 
     def select(self, stay: Tensor) -> None:
         """Keep these rows of the batch."""
@@ -190,7 +191,7 @@ class DecodeSteps:
         self._batch.tokens_R1[: self._rows, 0] = sampled_b
         self._position += 1
         tokens = min(rounded(self._position, LEAST_TOKENS), self._batch.most_tokens)
-        self._batch.rows, self._batch.tokens = rounded(self._rows, LEAST_ROWS), tokens
+        self._batch.rows, self._batch.tokens = rounded(self._rows, self._least_rows), tokens
         shape = (self._batch.most_rows, self._batch.most_tokens, self._batch.rows, self._batch.tokens)
         if self._capture and shape not in self._here.of_shape and shape in self._warm:
             self._add_graph(shape)

@@ -29,6 +29,7 @@ from async_grpo.checks.plan.memory import (
     worker_fit,
 )
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Shape, TrainerFacts
+from async_grpo.engines.captured import LEAST_ROWS, LEAST_TOKENS, rounded
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
 from kit.plans import planned
 from kit.trainer_facts import batch, facts
@@ -206,6 +207,19 @@ def test_a_sequence_with_the_keys_of_every_head_beside_7b_on_40_gb(length: int, 
 def test_grouped_heads_hold_a_long_sequence_beside_7b_on_40_gb_but_no_group_of_them() -> None:
     answer = worker_fit(of_size(7_616_000_000, QWEN_7B, max_completion_length=131_072), 40 * GB)
     assert answer.fits and "2 of 131,072 at a time" in answer.text
+
+
+@pytest.mark.parametrize("prompt", [0, 700])
+def test_as_many_rows_as_said_fit_the_buffers_of_the_generator_hf_and_no_more(prompt: int) -> None:
+    def buffers(rows: int) -> int:
+        return rounded(rows, LEAST_ROWS) * rounded(prompt + 2000, LEAST_TOKENS) + rows * prompt
+
+    of = replace(of_size(7_616_000_000, QWEN_7B, max_completion_length=2000), longest_prompt=prompt)
+    answers = (worker_fit(it, 40 * GB).text for it in (of, replace(of, vllm_share=0.85)))
+    found = [re.match(r"([\d,]+) tokens .* ([\d,]+) of [\d,]+ at a time", answer) for answer in answers]
+    (tokens, rows), (_, vllm_rows) = ([int(it.replace(",", "")) for it in each.groups()] for each in found)
+    assert buffers(rows) <= tokens < buffers(rounded(rows + 1, LEAST_ROWS))
+    assert rows < vllm_rows == tokens // (prompt + 2000)
 
 
 def test_the_share_that_vllm_gets_is_the_setting_and_raising_it_is_the_advice() -> None:

@@ -249,9 +249,21 @@ def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
         return Fit("workers fit", f"{size(rest)} for keys and values beside {beside}", True)
     tokens, sequence = tokens_beside(rest, facts.shape), max(1, sequence_tokens(facts))
     capacity = f"{tokens:,} tokens of keys and values beside the weights, in {beside}"
-    if tokens < sequence:
+    rows = _at_a_time(facts, tokens)
+    if rows == 0:
         return Fit("workers fit", f"{capacity}: a sequence of {sequence:,} tokens does NOT fit", False)
-    return Fit("workers fit", f"{capacity}: {tokens // sequence:,} of {sequence:,} at a time", True)
+    return Fit("workers fit", f"{capacity}: {rows:,} of {sequence:,} at a time", True)
+
+
+def _at_a_time(facts: TrainerFacts, tokens: int) -> int:
+    """How many of the longest sequences share so many tokens. `--generator hf` decodes in buffers of a few sizes."""
+    from async_grpo.engines.captured import LEAST_ROWS, LEAST_TOKENS, rounded
+
+    sequence = max(1, sequence_tokens(facts))
+    if facts.vllm_share is not None:
+        return tokens // sequence
+    most = tokens // (rounded(sequence, LEAST_TOKENS) + (facts.longest_prompt or 0))  # prompts are there twice
+    return most - most % max(min(LEAST_ROWS, most), 1 << max(0, most.bit_length() - 3))
 
 
 def more_for_workers(facts: TrainerFacts, gpu_memory: int) -> str:
