@@ -77,9 +77,9 @@ from async_grpo import AsyncGRPO
 exec(compile(open(sys.argv[1]).read(), "<cell>", "exec"))
 STEPS = {"steps": 300}
 made_by_the_file = get_trainer
-def build():
+def of_the_cell():
     return made_by_the_file()
-handle = AsyncGRPO(build, workers=1, run_dir="worker", eval_every=0, **STEPS).start()
+handle = AsyncGRPO(of_the_cell, workers=1, run_dir="worker", eval_every=0, **STEPS).start()
 print("begun", flush=True)
 time.sleep(1000)
 """
@@ -105,7 +105,7 @@ def test_a_run_of_a_session_outlives_it_and_its_worker(tmp_path: Path) -> None:
     assert result.summary["state"] in ("stopped", FINISHED)
     again = Command(["train", "--resume"], tmp_path)
     assert again.wait() == 2
-    assert "AsyncGRPO(build, resume=True, run_dir=…).train()" in again.output
+    assert "AsyncGRPO(of_the_cell, resume=True, run_dir=…).train()" in again.output
 
 
 def worker_of(view: Any) -> int | None:
