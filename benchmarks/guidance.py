@@ -50,8 +50,7 @@ from transformers import LogitsProcessor, Qwen3Config, Qwen3ForCausalLM, set_see
 
 from async_grpo.evals.estimators import mean_with_interval
 from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
-from async_grpo_experiments.algorithms.grpo import GRPO, GRPOSettings
-from async_grpo_experiments.algorithms.grpo_hf import GRPOHF, GRPOHFSettings
+from async_grpo_experiments.algorithms.grpo import GRPO, GRPOHF, GRPOHFSettings, GRPOSettings
 from async_grpo_experiments.algorithms.pita import PITA, PITASettings
 from async_grpo_experiments.algorithms.protocols import Continuations, Cut, PostTraining, Trained, collect, configured
 from async_grpo_experiments.algorithms.proxy import Proxy, ProxyRecord

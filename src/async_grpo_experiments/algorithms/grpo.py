@@ -1,10 +1,13 @@
-"""GRPO: this system. A round is a run of `async-grpo train` in a child process, on the model of the round before."""
+"""GRPO: this system. A round is a run of `async-grpo train` in a child process, on the model of the round before.
+
+GRPO-HF is GRPO whose reward is a proxy that was trained on the best and the worst of each group.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ from async_grpo.errors import UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import as_json, shaped
-from async_grpo_experiments.algorithms.protocols import GRPO_RUN, AlgorithmSettings, Continuations, Plan, Trained
-from async_grpo_experiments.algorithms.rows import NO_ROWS, Rows
+from async_grpo_experiments.algorithms.protocols import GRPO_RUN, AlgorithmSettings, Continuations, Cut, Plan, Trained
+from async_grpo_experiments.algorithms.proxy import ProxySettings, proxy_of_round
+from async_grpo_experiments.algorithms.rows import NO_ROWS, Rows, best_and_worst, number_of_problems
 
 SETUP_FILE = '''"""The setup file that GRPO wrote for one round."""
 
@@ -144,3 +148,32 @@ def _reward_of(round_: GRPORound) -> Any:
     from async_grpo_experiments.algorithms.proxy import reward_of
 
     return reward_of(Path(round_.reward), round_.settings.reference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOHFSettings(GRPOSettings, ProxySettings):
+    """Keys of GRPO-HF: `epochs`, `max_steps` and `lr` are of the policy, and `proxy` has those of the proxy."""
+
+
+class GRPOHF:
+    """GRPO from preferences, by a proxy that round 1 trains."""
+
+    def __init__(self, settings: GRPOHFSettings, problems: Sequence[dict[str, Any]]) -> None:
+        self.settings = settings
+        self._problems = problems
+
+    def plan(self, problems: int, round_number: int = 1) -> Plan:
+        """`samples_per_prompt` completions of each problem, in round 1 alone: later ones have their proxy."""
+        wanted = range(number_of_problems(self.settings, problems) if round_number == 1 else 0)
+        yield [Cut(problem=problem, count=self.settings.samples_per_prompt) for problem in wanted]
+
+    def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
+        """A pair of the best and the worst of each group. Groups of equal rewards are dropped and counted."""
+        return best_and_worst(continuations, self.settings) if continuations else NO_ROWS
+
+    def train(self, rows: Rows, start: Path | None = None, *, out: Path) -> Trained:
+        """Train the proxy, in round 1, and run GRPO with its scores as rewards."""
+        settings = self.settings
+        proxy = proxy_of_round(settings, rows, start, out)
+        online = GRPOSettings(**{key.name: getattr(settings, key.name) for key in fields(GRPOSettings)})
+        return GRPO(online, self._problems, str(proxy)).train(NO_ROWS, start, out=out)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,7 +32,6 @@ from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import naming, open_plain, read_object
 from async_grpo.rundir.shape import as_json, shaped
-from async_grpo_experiments.guidance.identity import digest_of, vocabulary_of, weights_digest
 
 FORMAT = 1
 RECORD, WEIGHTS, VOCABULARY, CONFIG = "head.json", "model.safetensors", "vocabulary.json", "config.json"
@@ -51,7 +51,7 @@ class HeadRecord:
         num_atoms: of `mle`, spread evenly over [v_min, v_max].
         temperature: at which the reference samples.
         model: its name or folder.
-        model_hash: `identity.weights_digest` of it.
+        model_hash: `weights_digest` of it.
         vocabulary: digest of its tokens by id.
         beta: of Bradley–Terry.
         weights_hash: SHA-256 of `model.safetensors`; empty before it is saved.
@@ -275,3 +275,37 @@ def _check_shapes(folder: Path, made: Mapping[str, Tensor], saved: Mapping[str, 
 def _hash_of(file: Path) -> str:
     with naming(file), os.fdopen(open_plain(file), "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+SAMPLE = 64  # numbers of each parameter
+
+
+def vocabulary_of(tokenizer: Any) -> list[str | None]:
+    """The tokens by id, None for an id without one. Rows that pad the embedding are not among them."""
+    ids = getattr(tokenizer, "tokenizer", tokenizer).get_vocab()  # a processor has its tokenizer in it
+    tokens: list[str | None] = [None] * (max(ids.values()) + 1)
+    for token, index in ids.items():
+        tokens[index] = token
+    return tokens
+
+
+def digest_of(tokens: Sequence[str | None]) -> str:
+    """SHA-256 of the tokens by id, hexadecimal."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of the names and shapes of the parameters and of evenly spaced numbers of each, hexadecimal.
+
+    A whole hash would take seconds, and workers ask at every batch, as weights may change between two. So it finds the
+    wrong model, and one that was trained on; it is no proof that all numbers are the same. They are rounded to bfloat16
+    first, so that one model has one digest, whether it is loaded in bfloat16 or float32.
+    """
+    digest, sampled = hashlib.sha256(), []
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            flat = parameter.detach().flatten()
+            sampled.append(flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].to(torch.bfloat16))
+        digest.update(torch.cat(sampled).cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

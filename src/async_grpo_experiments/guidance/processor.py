@@ -17,8 +17,14 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 
 from async_grpo.errors import RunRefused, UnsupportedError, UsageError
 from async_grpo_experiments.guidance.divergence import divergence_of_offsets
-from async_grpo_experiments.guidance.head import HeadRecord, ValueHead, checked_record, tokens_of
-from async_grpo_experiments.guidance.identity import vocabulary_of, weights_digest
+from async_grpo_experiments.guidance.head import (
+    HeadRecord,
+    ValueHead,
+    checked_record,
+    tokens_of,
+    vocabulary_of,
+    weights_digest,
+)
 from async_grpo_experiments.guidance.offsets import DISABLED, MODES, centred, check_mode, offsets
 from async_grpo_experiments.guidance.strength import one_eta
 

@@ -24,7 +24,7 @@ ALGORITHMS = {
     "PITA": ("pita", "PITA", ("samples_per_example", "bradley_terry_beta")),
     "DPO": ("dpo", "DPO", ("samples_per_example", "bradley_terry_beta")),
     "GRPO": ("grpo", "GRPO", ()),
-    "GRPO-HF": ("grpo_hf", "GRPOHF", ("bradley_terry_beta",)),
+    "GRPO-HF": ("grpo", "GRPOHF", ("bradley_terry_beta",)),
 }
 GUIDED = ("QSharp", "QSharp-HF", "PITA")  # they train a head, and leave the reference alone
 OWN_PROCESSES = ("GRPO", "GRPO-HF")  # their training starts a server and workers, on all GPUs of the place

@@ -11,8 +11,7 @@ import torch
 from async_grpo.errors import UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.shape import as_json
-from async_grpo_experiments.algorithms.grpo import GRPO, GRPORound, GRPOSettings, trainer_of
-from async_grpo_experiments.algorithms.grpo_hf import GRPOHF, GRPOHFSettings
+from async_grpo_experiments.algorithms.grpo import GRPO, GRPOHF, GRPOHFSettings, GRPORound, GRPOSettings, trainer_of
 from async_grpo_experiments.algorithms.protocols import collect
 from async_grpo_experiments.algorithms.rows import NO_ROWS
 from async_grpo_experiments.worlds.sampler import CutSampler

@@ -12,7 +12,7 @@ from guided_models import Words, head_of, reference
 
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo_experiments.guidance import Guidance, HeadRecord, ValueHead
-from async_grpo_experiments.guidance.identity import weights_digest
+from async_grpo_experiments.guidance.head import weights_digest
 from async_grpo_experiments.guidance.offsets import centred, offsets
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.sweeps import commands, report, sweep
+from async_grpo_experiments.sweeps import report, sweep
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight
 
@@ -107,6 +107,6 @@ def two_places(*_: object) -> Preflight:
 def play(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """From here on, sweeps of this process start the fake, in this folder."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, "-S", str(folder / "fake_train.py")))
+    monkeypatch.setattr(sweep, "PROGRAM", (sys.executable, "-S", str(folder / "fake_train.py")))
     monkeypatch.setattr(sweep, "preflight", two_places)
     monkeypatch.setattr(report, "band_plot", lambda agreement: BLANK)  # drawing takes a second

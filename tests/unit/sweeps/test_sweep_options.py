@@ -11,9 +11,10 @@ import pytest
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Question, TrainerFacts
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, WorkerSettings
-from async_grpo_experiments.sweeps import commands, plan, preflight
+from async_grpo_experiments.sweeps import plan, preflight
 from async_grpo_experiments.sweeps.plan import Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, wandb_is_offline
+from async_grpo_experiments.sweeps.sweep import command
 from kit.commands import Says
 from kit.trainer_facts import facts
 
@@ -180,7 +181,7 @@ def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setu
     run = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode="trl").runs[1]
     place = preflight.Place(name="gpu2-3", gpus=("2", "3"))
     found = Preflight(places=[place], offline=False, serves=True)
-    started = commands.command(run, place, found, print)
+    started = command(run, place, found, print)
     arguments = " ".join(started.arguments)
     port, group_port = (int(arguments.split(f"{name}=")[1].split()[0]) for name in ("server_port", "group_port"))
     assert "--device 0 --generator vllm-server --server-devices 6" in arguments
@@ -188,7 +189,7 @@ def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setu
     assert started.env["CUDA_VISIBLE_DEVICES"] == "5,6"
     link = run.sweep.log_folder / "vllm_instance1_gpu3_seed2.log"
     assert link.readlink() == run.run_dir / "log_vllm_server.txt"
-    alone = commands.command(run, place, replace(found, serves=False), print)
+    alone = command(run, place, replace(found, serves=False), print)
     assert not {"--generator", "--server-devices"} & set(alone.arguments)
 
 

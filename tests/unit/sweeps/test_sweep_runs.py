@@ -21,7 +21,7 @@ from async_grpo.errors import RunDirError, UsageError
 from async_grpo.settings import TrainingSettings
 from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.sweeps import commands, plan, report, sweep
+from async_grpo_experiments.sweeps import plan, report, sweep
 from async_grpo_experiments.sweeps.preflight import Preflight
 from kit.waiting import DEADLINE_S, is_gone, until
 
@@ -144,7 +144,7 @@ from pathlib import Path
 import pytest
 from sweep_yard import SweepYard, play
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.sweeps import commands, plan, report
+from async_grpo_experiments.sweeps import plan, report, sweep
 from async_grpo_experiments.sweeps.preflight import Preflight
 folder = Path(sys.argv[1])
 play(pytest.MonkeyPatch(), folder)
@@ -227,7 +227,7 @@ def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen(
     serving = Preflight(places=[Place(name="a")], offline=False, serves=True)
     monkeypatch.setattr("async_grpo_experiments.sweeps.sweep.preflight", lambda *_: serving)
     taken = lambda port: port in (8000, 51300)  # noqa: E731
-    monkeypatch.setattr(commands, "is_free", lambda port: not taken(port))
+    monkeypatch.setattr(sweep, "is_free", lambda port: not taken(port))
     assert yard.run(yard.sweep(1, 2, 3)) == 0
     given = {seed: [text for text in arguments if text.startswith("vllm_")] for seed, _, arguments, _ in yard.starts()}
     assert given == {
@@ -245,6 +245,6 @@ def test_a_port_that_somebody_listens_on_is_not_free() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not commands.is_free(port)
+        assert not sweep.is_free(port)
         with pytest.raises(UsageError, match="Choose another --base-port"):
-            commands._free_ports([(port, port)], what="a run", say=lambda text: None)
+            sweep._free_ports([(port, port)], what="a run", say=lambda text: None)
