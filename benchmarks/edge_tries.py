@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from async_grpo.training.corrections.corrected_batch import Correction
+from async_grpo.training.corrections.trl_loss import Correction
 from async_grpo.training.corrections.weights import loss_mask, ratios
 
 SECOND_MOMENT = 0.04  # of the log ratios, in M2PO

@@ -64,7 +64,7 @@ tool-tokens-counted async_grpo/training/corrections/weights.py unit/training/tes
 - return (mask if "tool_mask" not in batch else mask * batch["tool_mask"]).bool()
 + return mask.bool()
 
-trainers-logprobs async_grpo/training/corrections/corrected_batch.py unit/training/test_corrections.py unit/training
+trainers-logprobs async_grpo/training/corrections/trl_loss.py unit/training/test_corrections.py unit/training
 - batch["old_per_token_logps"] = batch["sampling_per_token_logps"].where(counted, 0.0)
 + batch.setdefault("old_per_token_logps", batch["sampling_per_token_logps"].where(counted, 0.0))
 
@@ -72,7 +72,7 @@ clip-bounds-swapped async_grpo/training/corrections/trl_loss.py unit/training/te
 - Clip(1 - trainer.epsilon_low, 1 + trainer.epsilon_high, sequences)
 + Clip(1 - trainer.epsilon_high, 1 + trainer.epsilon_low, sequences)
 
-weights-of-the-new-policy async_grpo/training/corrections/corrected_batch.py integration/test_trl_corrections.py
+weights-of-the-new-policy async_grpo/training/corrections/trl_loss.py integration/test_trl_corrections.py
 - old = inputs.get("old_per_token_logps", log_pi)
 + old = log_pi
 
@@ -150,7 +150,7 @@ used-twice-unsaid async_grpo/archive/audit.py unit/archive/test_audit.py unit/ar
 - if len(all_uses) > 1:
 + if len(all_uses) > 2:
 
-evaluated-twice async_grpo/evals/eval_schedule.py unit/evals/test_evaluation.py unit/evals
+evaluated-twice async_grpo/evals/evaluation.py unit/evals/test_evaluation.py unit/evals
 - if not self._every or version in self._ledger.steps or not (
 + if not self._every or not (
 

@@ -61,7 +61,7 @@ def pay(data: bytes, _: Path) -> None:
     with (
         patch("async_grpo.rewards.programs.run_code", lambda *_, **__: ran),
         patch("async_grpo.tasks.rules.run_code", lambda *_, **__: ran),
-        patch("async_grpo.tasks.judge._asked", lambda _, body=None: json.dumps(body) and said),
+        patch("async_grpo.tasks.scores._asked", lambda _, body=None: json.dumps(body) and said),
     ):
         for reward in rewards():
             takes = str(signature(reward).parameters["completions"].annotation)

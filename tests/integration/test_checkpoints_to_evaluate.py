@@ -12,7 +12,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from async_grpo.errors import UsageError
-from async_grpo.roles.checkpoint_weights import load_weights, model_digest
+from async_grpo.roles.answering import load_weights, model_digest
 from kit.compared_with_trl import equal_weights
 from kit.tiny_trainer import build_model, build_tokenizer
 

@@ -21,7 +21,7 @@ from async_grpo.deltas.checkpoint import write_checkpoint
 from async_grpo.deltas.recorder import DeltaRecorder
 from async_grpo.deltas.tensors import as_tensors
 from async_grpo.errors import DeltaChainError, UnsupportedError, UsageError
-from async_grpo.roles.checkpoint_weights import load_weights
+from async_grpo.roles.answering import load_weights
 from async_grpo.settings import TrainingSettings
 from async_grpo_ipc import WeightExporter
 from kit.runs import ROOT

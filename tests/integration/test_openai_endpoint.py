@@ -18,8 +18,8 @@ from transformers.trainer_utils import IntervalStrategy
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.envs import Endpoint, OpenAIHarness
 from async_grpo.errors import GeneratorError, UnsupportedError
-from async_grpo.rollout.endpoint.agents import MOST_LEFT_BEHIND
 from async_grpo.rollout.endpoint.episode import Episode
+from async_grpo.rollout.endpoint.harness import MOST_LEFT_BEHIND
 from async_grpo.setup.openai_harness import check_agent
 from kit.agents import Response, agent_trainer, agent_worker, numbers_its_turns, posted, said, sent
 from kit.engines import logprobs_of

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from async_grpo.api.functions import setup_of
+from async_grpo.api.trainer import setup_of
 from async_grpo.errors import SetupFileError, UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup import overrides

@@ -1,6 +1,6 @@
 """Environments for setup files: `environment_factory=SearchEnv`, also in plain TRL.
 
-`search` has the environment and its tools, `index` the passages that it finds, `facts` a few hundred generated ones.
+`search` has the environment, its tools and the passages that it finds, `facts` a few hundred generated ones.
 Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools run is the matter of
 `async_grpo.rollout.turns`. `tags` has calls of tools as text, for models whose chat template knows no tools.
 
@@ -10,8 +10,7 @@ of what a server of OpenEnv takes.
 """
 
 from async_grpo.envs.facts import Fact, generated_facts
-from async_grpo.envs.index import Passages
-from async_grpo.envs.search import SearchEnv
+from async_grpo.envs.search import Passages, SearchEnv
 from async_grpo.envs.tags import with_tags
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 

@@ -11,8 +11,7 @@ from transformers import Trainer
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.evals.eval_ledger import Evaluated, EvaluationLedger, Judge
-from async_grpo.evals.eval_schedule import Holdable, RunEvaluations
-from async_grpo.evals.evaluation import Evaluation, Problem, say_what_is_evaluated
+from async_grpo.evals.evaluation import Evaluation, Holdable, Problem, RunEvaluations, say_what_is_evaluated
 from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings

@@ -20,7 +20,7 @@ from async_grpo.rewards.programs import MAX_TESTS, check, share_passed
 from async_grpo.rewards.sandbox import Limits, run_code
 from async_grpo.rewards.verdicts import ERRORS
 from async_grpo.rewards.wording import one_number
-from async_grpo.tasks.literals import literal_of
+from async_grpo.tasks.data import literal_of
 from async_grpo.tasks.task_files import cut
 
 SECONDS = 5.0  # for one completion, or for one test of a program

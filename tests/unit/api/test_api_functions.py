@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.api.functions import setup_of
+from async_grpo.api.trainer import setup_of
 from async_grpo.errors import SetupFileError, UsageError
 from async_grpo.setup.setup_file import check_setup_file
 
@@ -83,7 +83,7 @@ def test_a_function_of_a_module_reaches_another_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module_run", [False, True])
 def test_a_function_of_the_main_script_reaches_another_process(module_run: bool, tmp_path: Path) -> None:
-    script = "from async_grpo.api.functions import setup_of\ndef build(): return 'of a script'\n"
+    script = "from async_grpo.api.trainer import setup_of\ndef build(): return 'of a script'\n"
     (tmp_path / "my_script.py").write_text(script + "if __name__ == '__main__': print(setup_of(build).file)\n")
     command = [sys.executable, *(["-m", "my_script"] if module_run else ["my_script.py"])]
     env = {"PYTHONPATH": SRC, "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-import async_grpo.api.child as child_module
+import async_grpo.api.run_handle as child_module
 import async_grpo.api.run_handle as handle_module
 from async_grpo.api import AsyncGRPO, Handle
-from async_grpo.api.child import CommandChild
+from async_grpo.api.run_handle import CommandChild
 from async_grpo.errors import RunDirError, RunFailedError, SetupFileError, UsageError, WaitTimeoutError
 from async_grpo.rundir.lifecycle import prepare, server_lock
 from async_grpo.rundir.paths import FINISHED, RunDir

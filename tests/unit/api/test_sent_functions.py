@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.api.functions import setup_of
+from async_grpo.api.trainer import setup_of
 from async_grpo.errors import SetupFileError
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.generated.sent_function import VARIABLE, in_memory, pass_on, pickled, received
@@ -22,7 +22,7 @@ NOTEBOOK = """
 import json, math, os, subprocess, sys
 from fractions import Fraction
 
-from async_grpo.api.functions import setup_of
+from async_grpo.api.trainer import setup_of
 from async_grpo.setup.generated.sent_function import VARIABLE, in_memory, pass_on
 
 SCALE = {"of a cell": [2, Fraction(1, 2)]}
@@ -77,7 +77,7 @@ def test_a_function_with_all_that_it_uses_reaches_each_process(tmp_path: Path) -
 def test_a_script_without_a_guard_is_not_started_again(tmp_path: Path) -> None:
     script = tmp_path / "my_script.py"
     script.write_text(
-        "from async_grpo.api.functions import setup_of\ndef build(): ...\nprint(setup_of(build).payload is not None)"
+        "from async_grpo.api.trainer import setup_of\ndef build(): ...\nprint(setup_of(build).payload is not None)"
     )
     env = {"PYTHONPATH": SRC, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     said = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=60)

@@ -15,8 +15,14 @@ import pytest
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import DiskFullError
 from async_grpo.evals.eval_ledger import Evaluated, EvaluationLedger, Judge, before_and_after, read
-from async_grpo.evals.eval_schedule import RunEvaluations
-from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem, say_what_is_evaluated, warn_of_duplicates
+from async_grpo.evals.evaluation import (
+    OPEN_AT_A_TIME,
+    Evaluation,
+    Problem,
+    RunEvaluations,
+    say_what_is_evaluated,
+    warn_of_duplicates,
+)
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import DIVERGENCE, Job, RolloutGroup
 from async_grpo.settings import TrainingSettings

@@ -16,7 +16,7 @@ from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.eval_ledger import Evaluated, evaluated, read
 from async_grpo.roles import answering, evaluator
-from async_grpo.roles.checkpoint_weights import load_weights
+from async_grpo.roles.answering import load_weights
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import EVAL_SAMPLING
 from async_grpo_ipc import open_remote_memory

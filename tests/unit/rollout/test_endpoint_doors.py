@@ -22,7 +22,7 @@ import pytest
 
 from async_grpo.envs import Endpoint
 from async_grpo.log import logger
-from async_grpo.rollout.endpoint import doors
+from async_grpo.rollout.endpoint import server
 from async_grpo.rollout.endpoint.protocol import Answer, Request, RequestRefusal, Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
 from kit.waiting import DEADLINE_S, until
@@ -74,9 +74,9 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def all_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_user = doors.connections_of
-    monkeypatch.setattr(doors, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(doors, "connections_of", lambda uid: of_user(uid + 1))
+    of_user = server.connections_of
+    monkeypatch.setattr(server, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(server, "connections_of", lambda uid: of_user(uid + 1))
 
 
 @pytest.mark.usefixtures("all_are_strangers")
@@ -84,16 +84,16 @@ def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_fil
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A known agent is answered when they have taken all connections, and those that come at once go at once."""
-    monkeypatch.setattr(doors, "KEY_S", 600.0)
+    monkeypatch.setattr(server, "KEY_S", 600.0)
     with served.connect() as agents:
         agents.sendall(served.request(BODY).replace(b"Connection: close\r\n", b""))
         first = b""
         while b'"Hi"' not in first:
             first += agents.recv(65536)
-        idle = [served.connect() for _ in range(3 * doors.MOST_STRANGERS)]
+        idle = [served.connect() for _ in range(3 * server.MOST_STRANGERS)]
         for client in idle:
             client.sendall(b"POST /v1/chat")
-        until(lambda: sum(map(_is_open, idle)) <= doors.MOST_STRANGERS)
+        until(lambda: sum(map(_is_open, idle)) <= server.MOST_STRANGERS)
         agents.sendall(served.request(BODY))
         assert b"200 OK" in b"".join(iter(lambda: agents.recv(65536), b""))
     for client in idle:
@@ -101,14 +101,14 @@ def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_fil
 
 
 def test_an_agents_connection_by_tcp_is_never_put_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(server, "MOST_STRANGERS", 2)
     ours = [served.connect() for _ in range(8)]
     addresses = {client.getsockname() for client in ours}
     with socket.socket(socket.AF_INET6) as mapped, contextlib.suppress(OSError):  # no IPv6 here
         mapped.connect(("::ffff:127.0.0.1", served.port))
         addresses.add(("127.0.0.1", mapped.getsockname()[1]))
-        assert addresses <= doors.connections_of(os.geteuid())
-    assert addresses & doors.connections_of(os.geteuid() + 1) == set()
+        assert addresses <= server.connections_of(os.geteuid())
+    assert addresses & server.connections_of(os.geteuid() + 1) == set()
     for client in ours:
         client.sendall(served.request(BODY))
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
@@ -117,7 +117,7 @@ def test_an_agents_connection_by_tcp_is_never_put_out(served: Served, monkeypatc
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_put_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(server, "MOST_STRANGERS", 4)
     program = """if True:
         import encodings.idna, os, socket, sys
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -141,7 +141,7 @@ def test_a_connection_without_a_key_ends_and_one_with_a_key_does_not(
     loops: list[asyncio.AbstractEventLoop] = []
 
     def call_later(seconds: float, end: Callable[..., None], stranger: Any) -> asyncio.TimerHandle:
-        assert seconds == doors.KEY_S
+        assert seconds == server.KEY_S
         loops.append(asyncio.get_running_loop())
         timer = loops[-1].call_later(seconds + 3600.0, end, stranger)
         timers.append((timer, partial(end, stranger)))
@@ -152,9 +152,8 @@ def test_a_connection_without_a_key_ends_and_one_with_a_key_does_not(
             if not timer.cancelled():
                 end()
 
-    monkeypatch.setattr(
-        doors, "asyncio", SimpleNamespace(get_running_loop=lambda: SimpleNamespace(call_later=call_later))
-    )
+    own = {"get_running_loop": lambda: SimpleNamespace(call_later=call_later)}
+    monkeypatch.setattr(server, "asyncio", SimpleNamespace(**vars(asyncio) | own))
     with served.connect() as agents, served.connect() as idle:
         asked = served.request(BODY).replace(b"Connection: close\r\n", b"")
         agents.sendall(asked)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from async_grpo.rollout.endpoint.agents import is_lost_connection
+from async_grpo.rollout.endpoint.harness import is_lost_connection
 
 BASE = "http://127.0.0.1:4242/v1"
 

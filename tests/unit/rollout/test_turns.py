@@ -16,8 +16,7 @@ import pytest
 from async_grpo.engines import PreparedGroup, SampledGroup
 from async_grpo.records import Job
 from async_grpo.rollout.trl_group import GroupOutcome
-from async_grpo.rollout.turns.groups import Turns
-from async_grpo.rollout.turns.whole import noted
+from async_grpo.rollout.turns.groups import Turns, noted
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.tokens import Tokens, as_tokens
 from kit.engines import DEADLINE_S, job
@@ -323,7 +322,7 @@ def test_every_token_knows_its_version_through_a_tool_loop() -> None:
 
 
 def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.rollout.turns.whole.LOOK_S", 0.01)
+    monkeypatch.setattr("async_grpo.rollout.turns.groups.LOOK_S", 0.01)
     turns = turns_of(one_turn, PlayedEngine(at_once=False))
     gone = threading.Thread(target=lambda: None)
     gone.start()

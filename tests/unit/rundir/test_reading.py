@@ -111,7 +111,7 @@ SOURCES = Path(rundir.__file__).parents[1]
 OF_MANY_RUNS = SOURCES.with_name("async_grpo_experiments")
 MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or named by the user on the command line
     "rundir/reading.py": "the one module",
-    "api/functions.py": "the script that this process runs",
+    "api/trainer.py": "the script that this process runs",
     "archive/checkpoint_folders.py": "weights, which may be links to another disk: only their digest is taken",
     "checks/differential": "in a temporary folder",
     "checks/doctor/gpu.py": "/proc, and in a temporary folder",
@@ -126,7 +126,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "nodes/tree.py": "the setup file's folder, which the user names",
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",
-    "rollout/endpoint/doors.py": "/proc",
+    "rollout/endpoint/server.py": "/proc",
     "roles/replay.py": "the weights that it has just written",
     "setup/accelerate_config.py": "named by the user",
     "setup/generated/trl_command.py": "named by the user",

@@ -6,8 +6,7 @@ import ast
 
 import pytest
 
-from async_grpo.tasks import literals
-from async_grpo.tasks.literals import literal_of
+from async_grpo.tasks.data import literal_of
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ def test_a_literal_is_what_python_reads(text: str) -> None:
     "text", ["f'{a}'", 'F"""{a}"""', "rf'{a}'", "{'a': Fr'{b}'}", "'a'f'{b}'", "#'''\n f'{a}' #'''", "#'\r f'{a}' '"]
 )
 def test_an_f_string_is_refused_before_it_is_parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(literals, "ast", None)
+    monkeypatch.setattr("async_grpo.tasks.data.ast", None)
     with pytest.raises(ValueError, match="no literal"):
         literal_of(text)
 

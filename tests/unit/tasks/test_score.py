@@ -21,8 +21,7 @@ from async_grpo.rewards.sandbox import SWITCH, SandboxError
 from async_grpo.setup.needs import check_needs
 from async_grpo.tasks import load, score
 from async_grpo.tasks import rules as built_in
-from async_grpo.tasks.judge import URL, JudgeError, judged
-from async_grpo.tasks.scores import BUILT_IN
+from async_grpo.tasks.scores import BUILT_IN, URL, JudgeError, judged
 from kit.waiting import DEADLINE_S
 
 DONE = SimpleNamespace(exit_code=0, stdout="")
@@ -319,7 +318,7 @@ def test_an_answer_that_is_no_verdict_is_no_reward_of_0(judge: SimpleNamespace, 
 
 
 def test_a_slow_judge_is_no_reward_of_0(judge: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.tasks.judge.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("async_grpo.tasks.scores.TIMEOUT_S", 0.2)
     judge.may_answer.clear()
     with pytest.raises(JudgeError, match=r"cannot be asked: timed out\. The group is tried again\."):
         paid("stem_web", "H2O", "water")

@@ -13,9 +13,8 @@ from torch.testing import assert_close
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS
 from async_grpo.training.corrections.checks import check, describe
-from async_grpo.training.corrections.corrected_batch import Correction, check_shapes
 from async_grpo.training.corrections.rule import Rule, rule
-from async_grpo.training.corrections.trl_loss import _clip
+from async_grpo.training.corrections.trl_loss import Correction, _clip, check_shapes
 from async_grpo.training.corrections.weights import limited, loss_mask, ratios
 
 # Two completions of four tokens. The last token of the second is padding, and its second is a tool's.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_grpo.training.corrections.effective_share import EffectiveShare, effective_share, log_ratios, sums_of
+from async_grpo.training.corrections.metrics import EffectiveShare, effective_share, log_ratios, sums_of
 
 DEADLINE_S = 120
 
@@ -87,7 +87,7 @@ def test_no_ratio_is_too_large_to_be_computed(log_pi: Any, log_mu: Any, expected
 RANK = """
 import json, sys, torch
 from torch import distributed
-from async_grpo.training.corrections.effective_share import EffectiveShare
+from async_grpo.training.corrections.metrics import EffectiveShare
 rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 def gather(own):

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import verifiers.v1 as vf
+from verifiers.v1.agent import Segment
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.state import state_cls
+from verifiers.v1.types import ToolCall, ToolMessage
+from verifiers.v1.utils.decorators import invoke
 from verifiers.v1.utils.loaders import load_environment as load
 from verifiers.v1.utils.loaders import resolve_env_config
 
-from async_grpo.envs.conversations import Conversation, Lockstep, rollout_output
-from async_grpo.envs.verifiers.played_task import Played, messages_of, play
+from async_grpo.envs.conversations import Conversation, Lockstep, Message, rollout_output
 from async_grpo.envs.verifiers.refusals import refuse_environment, refuse_task
-from async_grpo.envs.verifiers.toolsets import Toolsets
-from async_grpo.errors import UsageError
+from async_grpo.envs.verifiers.toolsets import Toolset, Toolsets
+from async_grpo.errors import UnsupportedError, UsageError
 
 TASK = "task"  # the key of a prompt's last message that names the task
 COLUMN = "verifiers"  # what an episode earned, for the reward function
@@ -98,3 +105,161 @@ def _prompt(task: vf.Task) -> list[dict[str, Any]]:
     """What the model reads first, as far as the task says it: some open the conversation when they are played."""
     messages = messages_of(task) or [{"role": "user", "content": ""}]
     return [*messages[:-1], {**messages[-1], TASK: task.key}]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What an episode came to."""
+
+    rewards: dict[str, float]  # weighted
+    metrics: dict[str, float]
+
+
+async def play(environment: vf.Env, task: vf.Task, conversation: Conversation, toolsets: Toolsets) -> Played:
+    """Play the task once, and score it. Raises what the environment raises."""
+    [(name, config)] = agent_config_fields(environment.config).items()
+    seat = Seat(config, conversation, toolsets)
+    episode = vf.Episode(env=vf.EnvInfo(id=environment.config.env_id), task=_recorded(task))
+    agents: Any = vf.Agents(environment.config, lambda *_: seat)
+    await environment.setup(agents)
+    await environment.run(task, agents)
+    if seat.trace is None or not conversation.transcript.turns:
+        raise UnsupportedError(
+            f"{type(environment).__name__}.run ended without asking the agent {name} for anything, so there is no "
+            "completion to train on."
+        )
+    episode.traces.append(seat.trace)
+    episode.ok = True
+    await environment.finalize(task, episode)
+    trace = seat.trace
+    return Played(
+        {name: reward.value for name, reward in trace.rewards.items() if reward is not None},
+        {name: value for name, value in trace.metrics.items() if value is not None},
+    )
+
+
+class Seat:
+    """In the place of verifiers' `Agent`: the model that is trained."""
+
+    def __init__(self, config: vf.AgentConfig, conversation: Conversation, toolsets: Toolsets) -> None:
+        self.config = config
+        self.trainable = True
+        self.trace: vf.Trace | None = None
+        self._conversation, self._toolsets = conversation, toolsets
+
+    async def run(self, task: vf.Task, **others: Any) -> vf.Trace:
+        async with self.interaction(task, **others) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: vf.Task, **others: Any) -> AsyncIterator[Exchange]:
+        if others or self.trace is not None:
+            what = f"it passes {', '.join(others)}" if others else "it plays the agent twice"
+            raise UnsupportedError(
+                f"The environment's run() cannot be followed here: {what}. One completion is one "
+                "conversation of the agent."
+            )
+        trace = self.trace = vf.Trace(
+            task=_recorded(task), state=state_cls(type(task))(), agent=vf.AgentInfo(config=self.config)
+        )
+        tools = await self._toolsets.of(task, trace.state)
+        self._conversation.offer(tools.schemas)
+        await invoke(task.setup, {"trace": trace, "runtime": None})
+        exchange = Exchange(trace, self._conversation, tools, self.config.max_turns)
+        exchange.hear(messages_of(task))
+        yield exchange
+        trace.stop("user_closed")
+        trace.ok = True
+        await invoke(task.finalize, {"trace": trace, "runtime": None})
+        await task.score(trace)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(
+            f"The environment's run() uses Agent.{name}, which there is not here: run and interaction are."
+        )
+
+
+class Exchange:
+    """In the place of verifiers' `Interaction`."""
+
+    def __init__(self, trace: vf.Trace, conversation: Conversation, tools: Toolset, max_turns: int | None) -> None:
+        self.trace = trace
+        self._conversation, self._tools = conversation, tools
+        self._max_turns = max_turns
+
+    def hear(self, messages: Sequence[Message]) -> bool:
+        heard = self._conversation.hear(messages) if messages else True
+        for message in messages if heard else ():
+            kind = {"system": vf.SystemMessage, "user": vf.UserMessage}.get(message["role"])
+            self._record(kind(content=message["content"]) if kind else vf.AssistantMessage(content=message["content"]))
+        return heard
+
+    async def turn(self, message: Any = None) -> Segment:
+        """What the model answers, after the tools that it called; a segment that is `terminated` has no message."""
+        said = [message] if isinstance(message, str) else message or []
+        if self._ended() or not self.hear([_plain(each) for each in said]):
+            self.trace.stop("max_output_tokens")
+            return Segment(messages=[], terminated=True)
+        segment: list[Any] = []
+        while True:
+            reply = await self._conversation.reply()
+            calls = reply.get("tool_calls") or []
+            segment.append(self._record(_assistant(reply), sampled=True))
+            if not calls or self._ended():
+                return Segment(messages=segment)
+            results = [await self._tools.call(call) for call in calls]
+            read = [{"role": "tool", "name": name, "content": text} for name, text in results]
+            if not self._conversation.hear(read):
+                return Segment(messages=segment)
+            for index, (name, text) in enumerate(results):
+                segment.append(self._record(ToolMessage(tool_call_id=f"call_{index}", name=name, content=text)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(
+            f"The environment's run() uses Interaction.{name}, which there is not here: turn and trace are."
+        )
+
+    def _ended(self) -> bool:
+        return self._max_turns is not None and self.trace.num_turns >= self._max_turns
+
+    def _record(self, message: Any, *, sampled: bool = False) -> Any:
+        nodes = self.trace.nodes
+        nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
+        return message
+
+
+def messages_of(task: vf.Task) -> list[Message]:
+    """What the task itself says at the beginning; empty where the conversation is opened by others."""
+    data = task.data
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    asked = [data.prompt] if isinstance(data.prompt, str) else data.prompt or []
+    return [*system, *map(_plain, asked)]
+
+
+def _plain(message: Any) -> Message:
+    """A message for a chat template: text only."""
+    if isinstance(message, str):
+        return {"role": "user", "content": message}
+    if not isinstance(message.content, str) or message.role == "tool":
+        raise UnsupportedError(
+            f"A message of the environment is of the role {message.role} with "
+            f"{'text' if isinstance(message.content, str) else 'parts that are not text'}: only texts of the system, "
+            "of a user and of the assistant can be read here."
+        )
+    return {"role": message.role, "content": message.content}
+
+
+def _assistant(reply: Message) -> vf.AssistantMessage:
+    calls = []
+    for index, call in enumerate(reply.get("tool_calls") or []):
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        calls.append(ToolCall(id=f"call_{index}", name=str(function.get("name")), arguments=json.dumps(arguments)))
+    return vf.AssistantMessage(
+        content=reply.get("content"), reasoning_content=reply.get("reasoning_content"), tool_calls=calls or None
+    )
+
+
+def _recorded(task: vf.Task) -> vf.TraceTask:
+    return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)

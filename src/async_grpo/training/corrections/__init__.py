@@ -5,10 +5,9 @@ r = pi / pi_old, and w the ratio pi_old / mu of a token, a sequence or its mean 
 
     rule       the corrections, their thresholds and their sources; imports no torch. Start here
     weights    the formulas over tensors
-    corrected_batch  sets a correction on a generation batch, and on the inputs of the loss
+    trl_loss   sets a correction on a generation batch, and on the inputs of TRL's loss
     checks     what is refused for a trainer, and what its loss is, in words
-    effective_share  the effective sample size of the step's sequences
     tipping    one warning where the policy runs away from its rollouts
     kept_log_probs  log-probabilities over the tokens that truncated sampling kept
-    metrics    of ratios, clipped and limited tokens, by length
+    metrics    of ratios, clipped and limited tokens, by length; the effective sample size of a step's sequences
 """

@@ -1,4 +1,4 @@
-"""Metrics of what corrections do: ratios, clipped and limited tokens, for short and long completions apart.
+"""Metrics of what corrections do: ratios, clipped and limited tokens, effective samples.
 
 Long completions are staler: they were begun earlier. `is_long` in a batch says which of its completions are longer
 than their median.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import exp
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from async_grpo.training.corrections.weights import loss_mask
 
@@ -90,3 +92,56 @@ def _halves(batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 def _share(tokens: Tensor) -> float:
     return tokens.float().mean().item()
+
+
+_FARTHEST = 1e6  # nats of a ratio that is infinite; twice of it is a number
+
+
+def log_ratios(log_pi: Tensor, log_mu: Tensor, mask: Tensor) -> Tensor:
+    """log w of each sequence of which the loss counts anything: [n], float64.
+
+    A token without a log-probability (NaN) has the ratio 1, as in the weights of corrections.
+    """
+    logs = (log_pi.double() - log_mu.double()).where(mask, 0.0)
+    logs = torch.nan_to_num(logs, nan=0.0, posinf=_FARTHEST, neginf=-_FARTHEST)
+    return logs.sum(dim=-1)[mask.any(dim=-1)]
+
+
+def sums_of(logs: Tensor) -> Tensor:
+    """[log sum w, log sum w^2, n] of ratios whose logarithms are `logs`."""
+    return torch.stack([logs.logsumexp(0), (2 * logs).logsumexp(0), logs.new_tensor(logs.numel())])
+
+
+def effective_share(sums: Tensor) -> float:
+    """ESS / n of all ratios whose sums are rows of `sums`, [parts, 3]; 1 where there are none."""
+    log_sum, log_squares, count = sums[:, 0].logsumexp(0), sums[:, 1].logsumexp(0), sums[:, 2].sum().item()
+    return min(1.0, exp((2 * log_sum - log_squares).item()) / count) if count else 1.0
+
+
+class EffectiveShare(TrainerCallback):
+    """Reports `async/ess_sequences` of each optimizer step; nothing where the loss shows no log-probabilities.
+
+    It is the effective sample size of the n sequences of the step, as a share of their number; nothing is clipped:
+
+        ESS / n = (sum w)^2 / (n sum w^2),   w = exp sum_t (log pi(y_t) - log mu(y_t))
+
+    With fresh rollouts w is 1 and so is the share. The log-probabilities are those of the loss, so there is no further
+    forward pass. Of all micro-batches and ranks only log sum w, log sum w^2 and n are kept.
+
+    Args:
+        gather: concatenates a tensor of each rank, in the first dimension.
+        append: adds a value to the training metrics.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor], append: Append) -> None:
+        self._gather, self._append = gather, append
+        self._sums: list[Tensor] = []  # of the micro-batches of this step
+
+    def saw(self, inputs: Mapping[str, Any], log_pi: Tensor) -> None:
+        """A micro-batch was trained on, with the log-probabilities `log_pi`, [B, C]."""
+        self._sums.append(sums_of(log_ratios(log_pi, inputs["sampling_per_token_logps"], loss_mask(inputs))))
+
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        if self._sums:
+            self._append("async/ess_sequences", effective_share(self._gather(torch.stack(self._sums))))
+            self._sums.clear()
