@@ -59,7 +59,6 @@ def reward_by(name: str, tokenizer: Any) -> Reward:
 
 
 def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a prompt, text or messages."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     return list(

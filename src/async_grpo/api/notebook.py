@@ -59,7 +59,6 @@ class Panel:
             self._display.update(html)
 
     def html(self, view: RunView, news: Sequence[str] = ()) -> str:
-        """The panel as it is now."""
         self._read()
         said = "".join(f"<div>{escape(line)}</div>" for line in news)
         return as_html(view) + plot(self._rewards) + said

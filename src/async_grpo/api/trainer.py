@@ -245,7 +245,6 @@ def _may_be_imported(script: Path) -> bool:
 
 
 def _importing(module: str, function: str) -> Path:
-    """A setup file that imports the function."""
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         raise SetupFileError(f"'{module}:{function}' must be package.module:function.")
     text = _IMPORT.format(module=module, function=function, root=str(_root_of(module)))
@@ -253,7 +252,6 @@ def _importing(module: str, function: str) -> Path:
 
 
 def _root_of(module: str) -> Path:
-    """The folder that the module is imported from."""
     main: Any = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file and Path(file).stem == module:

@@ -114,7 +114,6 @@ def pack_consumed(below: int, above: Set[int], unusable: Iterable[int] = ()) -> 
 
 
 def write(checkpoint: Path, state: RolloutState) -> None:
-    """Write the state into `checkpoint`."""
     write_json(checkpoint / FILE_NAME, asdict(state))
 
 

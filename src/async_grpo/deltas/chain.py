@@ -254,7 +254,6 @@ class Chain:
 
 
 def file_name(header: DeltaHeader) -> str:
-    """The name of a version's file."""
     return f"{header.version:06d}.{'full' if header.is_snapshot else 'delta'}"
 
 

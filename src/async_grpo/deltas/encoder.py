@@ -41,8 +41,6 @@ Take = Callable[[], Weights]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Which versions are kept, and where."""
-
     folder: Path
     run_id: str
     every: int = 1

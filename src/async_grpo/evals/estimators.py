@@ -69,7 +69,6 @@ def differences(ours: Sequence[Answers], theirs: Sequence[Answers], ks: Iterable
 
 
 def values_of(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, list[float]]:
-    """The value of each problem, by figure."""
     figures: dict[str, Callable[[Answers], float]] = {
         "success_rate": lambda answers: fmean(answers.successes),
         "reward_mean": lambda answers: fmean(answers.rewards),

@@ -56,8 +56,6 @@ class Child:
 
 
 class Exit(NamedTuple):
-    """The last exit of a child."""
-
     code: int  # negative: the signal that killed it
     pid: int
     starts: int  # how often the child was started

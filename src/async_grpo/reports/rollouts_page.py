@@ -57,7 +57,6 @@ def write_page(path: Path, groups: FinishedGroups, selection: Selection) -> int:
 
 
 def page_of(groups: FinishedGroups, selection: Selection) -> str:
-    """The page."""
     template = resources.files("async_grpo.reports").joinpath("rollouts_page.html").read_text()
     style, script = _inner(template, "style"), _inner(template, "script")
     policy = (

@@ -20,8 +20,6 @@ _END_OF_TEXT = re.compile(r"<\|\w+\|>\s*\Z")
 
 @dataclass(frozen=True, slots=True)
 class TaggedAnswer:
-    """The parts of one completion."""
-
     solution: str | None  # between the last pair of its tags; None: there is none
     strict: bool  # working out, one solution, and nothing else
     thinks: bool  # the working out ends exactly once, after some text

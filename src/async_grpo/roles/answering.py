@@ -46,8 +46,6 @@ SLOT_WAIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class AnswerServer:
-    """What answers are asked for with."""
-
     run: RunDir
     plan: RunPlan
     state: RunState

@@ -59,8 +59,6 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What came out of it."""
-
     output_dir: Path  # that has the weights
     steps: int
     last_step: list[str]  # the figures of its step line

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What a worker is started with."""
-
     run_dir: Path
     device: str  # "cpu" or a GPU index; the process already sees only this one
     worker_id: int | None = None  # None: the first free number

@@ -173,8 +173,6 @@ class _Wave:
 
 
 class AnsweredRequest(NamedTuple):
-    """A group, and where it belongs."""
-
     problem: int  # index of its row in the dataset
     wave: int
     request: int  # of those of its problem in its wave

@@ -116,7 +116,6 @@ def nearest_existing(path: Path) -> Path:
 
 
 def network_file_system(path: Path) -> str | None:
-    """Name of the network file system that `path` is on, or None."""
     buffer = ctypes.create_string_buffer(512)  # struct statfs, larger than any; f_type is its first long
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
         return None

@@ -184,5 +184,4 @@ def _text(line: bytes) -> str:
 
 
 def bad(reason: str) -> NoReturn:
-    """Raise `BadFileError`."""
     raise BadFileError(reason)

@@ -15,8 +15,6 @@ FILE = "refused.json"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the file holds."""
-
     worker: str  # its name in the queue
     why: str  # the sentence of its error
 

@@ -58,8 +58,6 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """The plan of one server."""
-
     model: str  # a folder, or a name on the hub
     port: int  # if it is taken, the next free one
     log: Path  # standard output and standard error are appended to it

@@ -29,8 +29,6 @@ FORMAT = 1  # of the JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotView:
-    """A slot of the published weights."""
-
     slot: int
     state: str
     version: int | None

@@ -63,7 +63,6 @@ def dealt(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows of all batches, one after the other."""
     return {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
 
 
@@ -74,7 +73,6 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def rows_of(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Some rows of a batch."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim():

@@ -218,7 +218,6 @@ class UsedGroups:
 
 
 def batch_file(checkpoint: Path, rank: int = 0) -> Path:
-    """The file of a rank's share of the batch."""
     return checkpoint / ("rollout_batch.safetensors" if rank == 0 else f"rollout_batch.rank{rank}.safetensors")
 
 

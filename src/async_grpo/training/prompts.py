@@ -105,7 +105,6 @@ def _loaded_rows(trainer: GRPOTrainer) -> Iterator[dict[str, Any]]:
 
 
 def _row_of(trainer: GRPOTrainer, group: Sequence[Any]) -> Any:
-    """The one row of a prompt group."""
     if len(group) < trainer.num_generations or any(row != group[0] for row in group):
         raise _groups_unknown(trainer, "training dataloader", own_dataloader(trainer) or "get_train_dataloader")
     return group[0]

@@ -84,7 +84,6 @@ class Schedule:
         return replace(self, first_round=round_index, first_version=version, micro_steps_before=0)
 
     def version_of_round(self, round_index: int) -> int:
-        """The policy version at which round `round_index` starts."""
         micro_steps = (round_index - self.first_round) * self.micro_steps_per_round + self.micro_steps_before
         return self.first_version + micro_steps // self.micro_steps_per_version
 

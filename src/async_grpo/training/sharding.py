@@ -176,7 +176,6 @@ class CheckpointLayout:
 
 
 def layout_of(trainer: Any) -> CheckpointLayout:
-    """The layout of the checkpoints that this trainer writes."""
     if trainer.is_deepspeed_enabled:
         return CheckpointLayout(DEEPSPEED, int(trainer.args.world_size))
     return CheckpointLayout(FSDP if trainer.is_fsdp_enabled else "")

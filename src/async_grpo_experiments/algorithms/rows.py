@@ -76,7 +76,6 @@ class Rows:
         return cls(tuple(items), dropped)
 
     def groups(self) -> list[list[LabelledRow]]:
-        """The rows of each group."""
         found: dict[int, list[LabelledRow]] = {}
         for row in self.items:
             found.setdefault(row.group, []).append(row)
@@ -173,7 +172,6 @@ class Preferences:
 
 
 def row_of(found: Continuations, group: int, label: float, index: int = 0) -> LabelledRow:
-    """The row of one continuation."""
     return LabelledRow(
         problem=found.cut.problem,
         group=group,

@@ -93,7 +93,6 @@ def graph_of(config: ExperimentConfig) -> dict[str, Stage]:
 
 
 def stages_by_job(graph: Mapping[str, Stage]) -> dict[ExperimentJob, list[Stage]]:
-    """The stages of each job, in their order."""
     found: dict[ExperimentJob, list[Stage]] = {}
     for stage in graph.values():
         found.setdefault(stage.job, []).append(stage)

@@ -214,7 +214,6 @@ class GpuUse:
             use.peak_bytes = max([use.peak_bytes, *more])
 
     def take(self, stage: str) -> StageUse:
-        """What was seen of a stage that has ended."""
         self._before.pop(stage, None)
         return self._uses.pop(stage, StageUse())
 

@@ -132,7 +132,6 @@ class QueueScreen:
             self._live.update(self.table(), refresh=True)
 
     def table(self) -> Table:
-        """The queue as it is now."""
         from rich.table import Table
 
         found = Table(expand=False, caption=self._caption())

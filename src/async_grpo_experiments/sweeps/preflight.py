@@ -28,8 +28,6 @@ LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What was found."""
-
     places: list[Place]
     offline: bool  # W&B has no key
     serves: bool  # runs start vLLM servers

@@ -57,7 +57,6 @@ class Agreement:
 
 
 def agreement(found: FinishedRuns, mode: str) -> Agreement:
-    """Sum up the runs of a sweep."""
     runs = found.runs
     figures = sorted({name for one in runs.values() for figures in one.evaluations.values() for name in figures})
     first = first_figure(runs.values())

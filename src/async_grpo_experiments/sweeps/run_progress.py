@@ -27,8 +27,6 @@ COLUMNS = ("seed", "place", "state", "step", "reward", "evaluated reward", "roll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One look at a run."""
-
     state: str
     step: int = 0
     total_steps: int | None = None
@@ -41,8 +39,6 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """What a run has measured."""
-
     reward: Mapping[int, float] = field(default_factory=dict)  # of training, by step
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # figures, by step
     by_problem: Mapping[int, Mapping[str, Sequence[float]]] = field(default_factory=dict)  # step -> problem -> values
@@ -82,8 +78,6 @@ def _plain(run: Run) -> Progress:
 
 
 class RunRows:
-    """Rows of `COLUMNS`, one for each run of a sweep."""
-
     def __init__(self, sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> None:
         self._runs, self._records = sweep.runs, records
         self._gpus = {place.name: place.gpus for place in places}
@@ -229,7 +223,6 @@ class FinishedRuns:
 
 
 def finished_runs(sweep: Sweep, records: Mapping[str, Record], name: str = "") -> FinishedRuns:
-    """Read all runs of the sweep."""
     found: dict[int, Curves] = {}
     missing: dict[str, str] = {}
     for run in sweep.runs:

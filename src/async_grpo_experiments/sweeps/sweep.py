@@ -212,7 +212,6 @@ def _common(run: Run, model: str) -> list[str]:
 
 
 def _has_begun(run: Run) -> bool:
-    """Whether there is a run to continue."""
     state = RunDir(run.run_dir).read_state()
     return state is not None and state.state != FINISHED
 

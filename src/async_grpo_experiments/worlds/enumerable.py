@@ -156,7 +156,6 @@ def all_sequences(length: int = LENGTH) -> NDArray[np.int64]:
 
 
 def numbers_of(tokens_NT: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of each prefix."""
     return tokens_NT @ TOKENS ** np.arange(tokens_NT.shape[1])[::-1]
 
 
@@ -184,7 +183,6 @@ def ascents_of_letters(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def graded_ascents_of_letters(completions: Sequence[str], **_: Any) -> list[float]:
-    """The same, graded."""
     return [_of_letters(completion, graded=True) for completion in completions]
 
 

@@ -53,7 +53,6 @@ def sentiment_rows(count: int, *, seed: int = 1, words: int = 2) -> list[dict[st
 
 
 def train_on_reviews(model: Any, tokenizer: Any, *, steps: int, batch: int = 64, lr: float = 2e-3) -> None:
-    """Train a model on whole reviews."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     model.train()
     for step in range(steps):

@@ -143,7 +143,6 @@ def expected_calls(facts: Facts) -> str:
 
 
 def _train_in_plain_trl(options: CheckOptions, say: Callable[[str], None]) -> None:
-    """Train in a process of its own."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
         probe.ask("async_grpo.checks.differential.plain", asdict(options), timeout_s=DEADLINE_S, env=env)

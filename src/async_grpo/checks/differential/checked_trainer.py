@@ -42,8 +42,6 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts of the trainer that was built."""
-
     trainer: str
     model: str
     parameters: int
@@ -56,7 +54,6 @@ class Facts:
 
 
 def setup_file(options: CheckOptions) -> Path:
-    """Write the generated file."""
     path = Path(options.scratch) / "setup_of_check.py"
     path.write_text(
         f"{GENERATED}from async_grpo.checks.differential.checked_trainer import CheckOptions, run_trainer\n\n\n"

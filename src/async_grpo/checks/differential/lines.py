@@ -43,7 +43,6 @@ def printed(line: Line, *, colour: bool = False) -> str:
 
 
 def verdict(lines: Sequence[Line]) -> str:
-    """The last line."""
     count = {status: sum(line.status is status for line in lines) for status in Status}
     others = f"{counted(count[Status.DOCUMENTED], 'documented difference')}, {count[Status.UNKNOWN]} not comparable"
     if count[Status.DIFFERS]:

@@ -47,7 +47,6 @@ class Notes:
 
 
 def notes_of(folder: Path, role: str) -> list[Note]:
-    """The notes of the role so far, in its order."""
     path = folder / f"{role}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

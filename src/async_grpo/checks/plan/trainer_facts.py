@@ -272,7 +272,6 @@ def _change_arguments(processes: int) -> None:
 
 
 def _layout(ranks: AccelerateConfig, trainer: GRPOTrainer) -> CheckpointLayout:
-    """The layout of the checkpoints that the trainer will write."""
     from async_grpo.training import sharding
 
     if ranks.kind == DEEPSPEED:

@@ -39,8 +39,6 @@ class SandboxError(AsyncGRPOError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one program."""
-
     wall_s: float = 5.0  # from its start to its end
     cpu_s: int = 5  # of each of its processes
     memory_bytes: int = 256 << 20  # address space of each of its processes

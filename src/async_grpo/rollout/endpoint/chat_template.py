@@ -101,7 +101,6 @@ class Chat:
         return Said(for_client=message, for_template=parsed)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token alone."""
         return [self._tokenizer.decode([token]) for token in ids]
 
     def text(self, ids: Sequence[int]) -> str:

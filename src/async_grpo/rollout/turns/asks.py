@@ -75,7 +75,6 @@ class Asks:
             self._working += 1
 
     async def continued(self, group: PreparedGroup) -> Tokens:
-        """The tokens that continue the one prompt of a group."""
         return (await self.sampled(group)).tokens[0]
 
     def step(self) -> bool:

@@ -60,7 +60,6 @@ class Dialogue:
         self.call_count = self.failure_count = 0
 
     def begin(self, first: Tokens) -> None:
-        """Take the tokens of the first turn."""
         self.transcript.write(first)
         if not self._trainer.tools:
             return
@@ -98,7 +97,6 @@ class Dialogue:
         return None
 
     def add(self, outcomes: Sequence[Outcome], next_turn: Tokens) -> None:
-        """Take the tokens of the next turn."""
         self._answer_with(outcomes)
         self._trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs([next_turn])
         masks, completions, ids, _, calls, failures, images = self._turn()

@@ -210,7 +210,6 @@ class _Copies:
     async def used(
         self, make: Callable[[_CompletionCopy], Coroutine[Any, Any, list[GeneratedGroup]]]
     ) -> list[GeneratedGroup]:
-        """The groups that `make` makes with a copy."""
         copy = _CompletionCopy(self._idle.pop() if self._idle else self._trl.fork())
         try:
             made = await make(copy)
@@ -255,7 +254,6 @@ class Threads:
         self._threads = KeptThreads()
 
     async def run(self, work: Callable[[], T], name: str) -> T:
-        """What `work` returns. Raises what it raised; `UserCodeExit` for what would end the loop."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[T] = loop.create_future()
 

@@ -383,7 +383,6 @@ def readable(result: Any) -> Any:
 
 
 def _text_of(part: Any) -> str | None:
-    """The text of a content block; None where it has none."""
     text = part.get("text") if isinstance(part, dict) else None
     return text if isinstance(text, str) else None
 

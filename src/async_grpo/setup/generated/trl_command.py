@@ -61,7 +61,6 @@ def is_called_with(call: TRLCall, file: Path) -> bool:
 
 
 def write(call: TRLCall) -> Path:
-    """The setup file."""
     name = "trl_grpo" if (file := _yaml_file(call.arguments)) is None else f"trl_{file.stem}"
     return write_setup_file(name, _TEXT.format(arguments=call.arguments, directory=call.directory))
 
