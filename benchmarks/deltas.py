@@ -31,8 +31,7 @@ from benchmarks.control import PAIRS, control_s
 from benchmarks.table import ROOT, Row, as_text, row, write_json
 from numpy.typing import NDArray
 
-from async_grpo.deltas.chain import Chain
-from async_grpo.deltas.chain_folder import chain_folder
+from async_grpo.deltas.chain import Chain, chain_folder
 from async_grpo.deltas.delta import Weights, apply, digest, encode, pack, read
 from async_grpo.deltas.statistics import statistics
 from async_grpo.setup.process import keep_freed_memory

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from async_grpo.deltas.chain import Chain
-from async_grpo.deltas.chain_folder import chain_folder
+from async_grpo.deltas.chain import Chain, chain_folder
 from async_grpo.deltas.tensors import as_tensors
 from kit.runs import SETUP, Command, command, finish, logged, ran, read, steps_logged
 from kit.waiting import until_gone

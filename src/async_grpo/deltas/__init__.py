@@ -1,10 +1,10 @@
 """The chain of versions on disk: a snapshot, and the exact difference from each version to the next.
 
 `delta` is the difference of two versions and its file, `coding` that of one tensor, and `tensors` goes from torch's
-tensors to their words and back. `chain` reads the folder, `writer` appends to it, and `encoder` does so in a thread of
-its own. `recorder` gives it the versions of a parameter server, and `callback` those of any transformers trainer.
-`statistics` says what changed where and `heat_map` draws it; `checkpoint` writes a version as a folder that
-transformers loads. Start with `chain`.
+tensors to their words and back. `chain` finds and reads the folder, and `writer` appends to it. `recorder` does so in a
+thread of its own, with the versions of a parameter server, and `callback` with those of any transformers trainer.
+`statistics` says what changed where, and draws it; `checkpoint` writes a version as a folder that transformers loads.
+Start with `chain`.
 """
 
 from typing import TYPE_CHECKING, Any

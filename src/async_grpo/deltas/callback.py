@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from async_grpo.deltas.encoder import Encoder, Keeping
+from async_grpo.deltas.recorder import Encoder, Keeping
 from async_grpo.deltas.tensors import copied
 from async_grpo.errors import UnsupportedError
 from async_grpo_ipc.model import model_tensors

@@ -16,9 +16,8 @@ from typing import Any
 from async_grpo.rewards.answers import final_answer, last_number, text_of
 from async_grpo.rewards.deadline import with_deadline
 from async_grpo.rewards.mathematics import same_answers
-from async_grpo.rewards.programs import MAX_TESTS, check, share_passed
+from async_grpo.rewards.programs import ERRORS, MAX_TESTS, check, share_passed
 from async_grpo.rewards.sandbox import Limits, run_code
-from async_grpo.rewards.verdicts import ERRORS
 from async_grpo.rewards.wording import one_number
 from async_grpo.tasks.data import literal_of
 from async_grpo.tasks.task_files import cut

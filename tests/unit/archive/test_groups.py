@@ -114,7 +114,7 @@ def test_no_permission_is_a_sentence(run: ArchivedRun, monkeypatch: pytest.Monke
 def test_somebody_elses_run_is_a_sentence() -> None:
     code = (
         "import os, sys; from async_grpo.cli import main; import async_grpo.reports.board\n"
-        "from async_grpo.cli.inspect import board, rollouts; import async_grpo.deltas.chain_folder\n"
+        "from async_grpo.cli.inspect import board, rollouts; import async_grpo.deltas.chain\n"
         "import async_grpo.reports.rollouts; os.setuid(65534); sys.exit(main(sys.argv[1:]))"
     )
     with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which others may not enter

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from published_model import Model
 
-from async_grpo.deltas import DeltaCallback
-from async_grpo.deltas import encoder as encoder_module
-from async_grpo.deltas.encoder import Encoder
+from async_grpo.deltas import DeltaCallback, recorder
+from async_grpo.deltas.recorder import Encoder
 
 
 class Slow:
@@ -22,7 +21,7 @@ class Slow:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
 
-        append = encoder_module.ChainWriter.append
+        append = recorder.ChainWriter.append
 
         def fails(writer: Any, version: int, weights: Any) -> Any:
             if version == 0:
@@ -30,8 +29,8 @@ class Slow:
             assert self.go.wait(60)
             raise OSError(errno.EIO, "the disk is broken")
 
-        monkeypatch.setattr(encoder_module, "WAITING_BYTES", 0)
-        monkeypatch.setattr(encoder_module.ChainWriter, "append", fails)
+        monkeypatch.setattr(recorder, "WAITING_BYTES", 0)
+        monkeypatch.setattr(recorder.ChainWriter, "append", fails)
         self.callback = DeltaCallback(folder)
         self.state: Any = SimpleNamespace(global_step=0, is_world_process_zero=True)
         self.callback.on_train_begin(None, self.state, None, model=Model())
@@ -68,7 +67,7 @@ def test_a_slow_encoder_costs_the_last_version_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     run = Slow(tmp_path / "deltas", monkeypatch)
-    monkeypatch.setattr(encoder_module, "ENDING_S", 0.1)
+    monkeypatch.setattr(recorder, "ENDING_S", 0.1)
     run.ends()
     assert any(f"version {run.state.global_step} may be missing" in line for line in warnings)
     run.go.set()

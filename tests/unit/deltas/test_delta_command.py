@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from async_grpo.cli import main
 from async_grpo.deltas import checkpoint
-from async_grpo.deltas.chain_folder import kept_of, named_version
+from async_grpo.deltas.chain import kept_of, named_version
 from async_grpo.deltas.statistics import kind_of, layer_of
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.paths import RunDir

@@ -15,11 +15,9 @@ from delta_chains import ABOUT
 from published_model import Model
 from torch import Tensor
 
-from async_grpo.deltas import encoder as encoder_module
-from async_grpo.deltas import recorder as recorder_module
+from async_grpo.deltas import recorder
 from async_grpo.deltas.chain import Chain
-from async_grpo.deltas.encoder import Encoder
-from async_grpo.deltas.recorder import DeltaRecorder
+from async_grpo.deltas.recorder import DeltaRecorder, Encoder
 from async_grpo.deltas.tensors import as_tensors
 from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
@@ -65,9 +63,7 @@ class Run:
 
     def written(self, version: int) -> None:
         """Wait until `version` is on the disk."""
-        encoder_module.wait_until(
-            lambda: self.encoder.last == version or None, what="a delta", timeout_s=60, poll_s=0.001
-        )
+        recorder.wait_until(lambda: self.encoder.last == version or None, what="a delta", timeout_s=60, poll_s=0.001)
 
 
 def begun(tmp_path: Path) -> Run:
@@ -99,20 +95,20 @@ def test_every_third_version_and_the_last(tmp_path: Path) -> None:
 def writing_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no version be written before this event."""
     go = threading.Event()
-    append = encoder_module.ChainWriter.append
+    append = recorder.ChainWriter.append
 
     def slowly(self: Any, *args: Any) -> Any:
         assert go.wait(60)
         return append(self, *args)
 
-    monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
+    monkeypatch.setattr(recorder.ChainWriter, "append", slowly)
     return go
 
 
 def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    monkeypatch.setattr(encoder_module, "WAITING_BYTES", 0)
+    monkeypatch.setattr(recorder, "WAITING_BYTES", 0)
     run = begun(tmp_path)
     go = writing_waits(monkeypatch)
     for version in range(1, 9):
@@ -161,14 +157,14 @@ def test_a_full_disk_costs_a_version_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     run = begun(tmp_path)
-    write = encoder_module.ChainWriter._write
+    write = recorder.ChainWriter._write
 
     def no_room(self: Any, name: str, pieces: Any) -> int:
         if name == "000001.delta":
             raise DiskFullError("The disk is full.")
         return write(self, name, pieces)
 
-    monkeypatch.setattr(encoder_module.ChainWriter, "_write", no_room)
+    monkeypatch.setattr(recorder.ChainWriter, "_write", no_room)
     for version in (1, 2, 3):
         run.step(version)
         if version > 1:
@@ -181,7 +177,7 @@ def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = begun(tmp_path)
-    monkeypatch.setattr(encoder_module.ChainWriter, "append", Mock(side_effect=OSError("gone")))
+    monkeypatch.setattr(recorder.ChainWriter, "append", Mock(side_effect=OSError("gone")))
     for version in range(1, 6):
         run.step(version)
     run.publisher.close()
@@ -199,13 +195,13 @@ def test_a_copy_that_fails_holds_no_slot_and_one_at_most_is_held(
         assert go.wait(60)
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(recorder_module, "copied", broken)
+    monkeypatch.setattr(recorder, "copied", broken)
     run.step(1)
     run.step(2)
     attachment = run.recorder._attachment
     assert attachment is not None and attachment._held.total() == 1
     go.set()
-    encoder_module.wait_until(lambda: attachment._held.total() == 0 or None, what="the leases to end", timeout_s=60)
+    recorder.wait_until(lambda: attachment._held.total() == 0 or None, what="the leases to end", timeout_s=60)
     run.publisher.close()
     assert run.encoder.has_failed and run.encoder.last == 0
 
@@ -229,7 +225,7 @@ def test_copying_and_encoding_have_a_lower_priority_than_training(
     run = Run(tmp_path)
     run.step(0)
     run.publisher.close()
-    lower = max(os.getpriority(os.PRIO_PROCESS, 0), encoder_module.NICENESS)
+    lower = max(os.getpriority(os.PRIO_PROCESS, 0), recorder.NICENESS)
     assert nice == {"_copy_of": lower, "_write": lower}
 
 
@@ -238,7 +234,7 @@ def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away
 ) -> None:
     run = begun(tmp_path)
     go = writing_waits(monkeypatch)
-    monkeypatch.setattr(encoder_module, "ENDING_S", 0.01)
+    monkeypatch.setattr(recorder, "ENDING_S", 0.01)
     run.step(1)
     run.publisher.close()
     assert any("version 1 may be missing" in line for line in warnings)

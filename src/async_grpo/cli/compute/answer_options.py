@@ -106,8 +106,7 @@ def _refuse_no_workers(args: argparse.Namespace) -> None:
 
 def _absolute(model: str) -> str:
     """Make a folder's path absolute, as the server may run elsewhere; anything else is a name of the hub."""
-    from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.chain_folder import chain_folder, named_version, require_version
+    from async_grpo.deltas.chain import Chain, chain_folder, named_version, require_version
 
     if (named := named_version(model)) is not None:
         require_version(named)

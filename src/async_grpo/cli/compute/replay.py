@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     check_torch_sees(device)
 
-    from async_grpo.deltas.chain_folder import kept_of
+    from async_grpo.deltas.chain import kept_of
     from async_grpo.roles.replay import ReplayOptions, ReplayStoppedError, run_replay
 
     try:

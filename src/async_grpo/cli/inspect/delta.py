@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chain(folder: Path) -> Chain:
-    from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.chain_folder import chain_folder
+    from async_grpo.deltas.chain import Chain, chain_folder
 
     return Chain(chain_folder(folder))
 
@@ -115,7 +114,7 @@ def _stats(args: argparse.Namespace) -> int:
     if args.json is not None:
         _write_json(args.json, asdict(found))
     if args.plot is not None:
-        from async_grpo.deltas.heat_map import draw
+        from async_grpo.deltas.statistics import draw
 
         draw(found, args.plot, title=f"Run {chain.about.run_id}: what changes from version to version")
         print(f"{args.plot}: a heat map of {len(found.layers)} rows and {len(found.steps)} versions")

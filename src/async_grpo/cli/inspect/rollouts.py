@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.archive.groups import FinishedGroups
-    from async_grpo.deltas.chain_folder import kept_of
+    from async_grpo.deltas.chain import kept_of
     from async_grpo.reports.rollouts import BEST, NEWEST, WORST, select
 
     groups = FinishedGroups(args.run_dir)

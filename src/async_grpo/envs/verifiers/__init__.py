@@ -5,7 +5,7 @@
         train_dataset=environment.dataset, rollout_func=environment.rollout, reward_funcs=environment.reward, ...
     )
 
-Start with `environment`, which plays each task. `toolsets` calls its tools, `refusals` says what is not mapped.
+Start with `environment`, which plays each task and calls its tools. `refusals` says what is not mapped.
 The tokens are in `async_grpo.envs.conversations`.
 """
 
