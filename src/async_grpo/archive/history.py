@@ -53,12 +53,7 @@ class ConsumptionRecord:
     def used(self, step: int, batches: Iterable[UsedBatch]) -> None:
         """Optimizer step `step` is done, and these batches were used for it."""
         for batch in batches:
-            self._append(
-                step=step,
-                version_used=batch.version_used,
-                seqs=batch.seqs,
-                policy_versions=batch.policy_versions,
-            )
+            self._append(step=step, **asdict(batch))
 
     def dropped(self, seq: int, reason: str) -> None:
         """A group will not be used: it was over age, or all its rewards were equal."""

@@ -32,16 +32,13 @@ class SampleRequest:
     """Asks for completions of a problem: what a plan of `generate` yields.
 
     Attributes:
-        problem: index of its row in the dataset.
-        samples: how many.
-        prefix_ids: tokens that each of them begins with.
         sampling: as `Job.sampling` has it. Without `max_tokens`, prefix and continuation are together as long as the
             setup file lets completions be.
     """
 
-    problem: int
-    samples: int = 1
-    prefix_ids: tuple[int, ...] = ()
+    problem: int  # index of its row in the dataset
+    samples: int = 1  # how many
+    prefix_ids: tuple[int, ...] = ()  # tokens that each of them begins with
     sampling: dict[str, Any] = field(default_factory=dict)
 
 

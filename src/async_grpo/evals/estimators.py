@@ -43,6 +43,9 @@ class Estimate:
         """`0.912 … 0.954`; empty where there is none."""
         return "" if self.low is None or self.high is None else f"{self.low:.3f} … {self.high:.3f}"
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + (f" ({self.interval})" if self.interval else "")
+
 
 def estimates(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, Estimate]:
     """Every figure of these problems, by name. A `k` that is larger than some problem's n raises `ValueError`."""

@@ -107,8 +107,8 @@ class Evaluated:
         k = max(int(name.removeprefix("pass@")) for name in self.figures if name.startswith("pass@"))
         of_rewards, of_success = ["reward_mean", f"best@{k}"], ["success_rate", f"pass@{k}", "reward_mean"]
         names = of_success if self.knows_success else of_rewards
-        shown = [f"{WORDS.get(name, name)} {_shown(self.figures[name])}" for name in names if not name.endswith("@1")]
-        shown += [f"{name} {_shown(self.figures[name])}" for name in ("avg_kl",) if name in self.figures]
+        shown = [f"{WORDS.get(name, name)} {self.figures[name]}" for name in names if not name.endswith("@1")]
+        shown += [f"{name} {self.figures[name]}" for name in ("avg_kl",) if name in self.figures]
         first = shown[0].replace("(", "(95% interval ", 1)
         of_tasks = ", ".join(f"{task} {figures[names[0]].value:.2f}" for task, figures in self.tasks.items())
         by_task = [f"by task: {of_tasks}"] if len(self.tasks) > 1 else []
@@ -208,9 +208,3 @@ def before_and_after(path: Path) -> dict[str, Any]:
 
 def _line(one: Evaluated) -> str:
     return json.dumps(asdict(one))
-
-
-def _shown(figure: Estimate) -> str:
-    if figure.low is None or figure.high is None:
-        return f"{figure.value:.3f}"
-    return f"{figure.value:.3f} ({figure.low:.3f} … {figure.high:.3f})"

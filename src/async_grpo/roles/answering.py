@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.disk_space import retry_while_full
-from async_grpo.deltas.chain import MODEL, Chain
-from async_grpo.deltas.chain_folder import named_version
+from async_grpo.deltas.chain import MODEL, Chain, named_version
 from async_grpo.errors import BadFileError, RunDirError, UsageError
 from async_grpo.queue import ServerQueue
 from async_grpo.roles.parameter_server import ServerOptions, server_of
@@ -64,14 +63,17 @@ def rule_of(server: AnswerServer) -> AdvantageRule:
     return AdvantageRule.from_record(record)
 
 
-def serve_answers(options: ServerOptions, role: str, work: Callable[[AnswerServer], bool]) -> None:
-    """Be the server of a prepared run for as long as `work` lasts, which is False if it was asked to stop.
+def serve_answers(options: ServerOptions) -> None:
+    """Be the server of a prepared run that evaluates models, or samples rows with one.
 
     Raises:
         AsyncGRPOError: with a text for the user. `run.json` then says `failed`.
     """
+    from async_grpo.roles import evaluator, row_sampler
+
     stop = StopRequest().install()
     run, plan = RunDir(options.run_dir), options.plan
+    work, role = (evaluator.evaluate_all, "evaluation") if plan.rows is None else (row_sampler.generate, "generation")
     write_stacks_on_signal(run.stacks(SERVER))
     with server_of(run, role) as (lock, state), _telling_how_it_ended(run):
         activity.publish(run.root, SERVER, device=plan.master_device, run_id=state.run_id, state=LOADING)

@@ -15,8 +15,7 @@ from async_grpo.evals.eval_ledger import EvaluationLedger, Judge, compare, sampl
 from async_grpo.evals.evaluation import Evaluation, warn_of_duplicates
 from async_grpo.formatting import counted
 from async_grpo.log import logger
-from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
-from async_grpo.roles.parameter_server import ServerOptions
+from async_grpo.roles.answering import AnswerServer, rule_of
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.setup.sampling import guidance_of
@@ -25,19 +24,11 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 
-def run_evaluator(options: ServerOptions) -> None:
-    """Evaluate each model in a prepared run directory; the results are in its `evaluations.jsonl`.
+def evaluate_all(server: AnswerServer) -> bool:
+    """Evaluate the models one after the other into `evaluations.jsonl`; False if the process was asked to stop.
 
     A model's index in the plan's `models` is its version there. Finished groups of an earlier process are used again.
-
-    Raises:
-        AsyncGRPOError: with a text for the user. `run.json` then says `failed`.
     """
-    serve_answers(options, "evaluation", _evaluate_all)
-
-
-def _evaluate_all(server: AnswerServer) -> bool:
-    """Evaluate the models one after the other; False if the process was asked to stop."""
     run, settings = server.run, server.plan.training
     samplings = _samplings(server.trainer, server.plan)
     begin = _beginning(server)

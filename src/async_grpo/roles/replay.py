@@ -13,7 +13,7 @@ from typing import Any
 
 from async_grpo.archive.audit import audit
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
-from async_grpo.archive.groups import done_files
+from async_grpo.archive.groups import done_files, open_run
 from async_grpo.archive.history import Sampler, ServerProcess, Used, final_history, read_record
 from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, UsageError
 from async_grpo.formatting import counted
@@ -22,7 +22,7 @@ from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.records import RolloutGroup
-from async_grpo.rundir.paths import RunDir, RunState, no_run
+from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generated.trl_command import setup_file_of_run
@@ -101,10 +101,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
 
 
 def _recorded(run_dir: Path) -> _ReplayRecord:
-    run = RunDir(run_dir)
-    state = run.read_state()
-    if state is None:
-        raise RunDirError(no_run(run.root))
+    run, state = open_run(run_dir)
     if not run.consumption.exists():
         raise RunDirError(f"The run in {run.root} has not trained yet, so there is nothing to replay.")
     processes, broken = read_record(run.consumption, state.run_id)

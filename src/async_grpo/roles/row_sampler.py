@@ -25,8 +25,7 @@ from async_grpo.evals.asking import Asking, Plan, SampleRequest
 from async_grpo.formatting import counted
 from async_grpo.log import logger
 from async_grpo.records import Job, RolloutGroup, seed_from
-from async_grpo.roles.answering import AnswerServer, rule_of, serve_answers
-from async_grpo.roles.parameter_server import ServerOptions
+from async_grpo.roles.answering import AnswerServer, rule_of
 from async_grpo.rundir.files import space_for
 from async_grpo.training.groups_for_trl import rollout_output
 from async_grpo.training.job_issuer import task_of
@@ -37,17 +36,8 @@ if TYPE_CHECKING:
 OPEN_AT_A_TIME = 1024  # requests: nothing else is in the queue
 
 
-def run_row_sampler(options: ServerOptions) -> None:
-    """Sample by the trainer's plan in a prepared run directory, and write the rows.
-
-    Raises:
-        AsyncGRPOError: with a text for the user. `run.json` then says `failed`.
-    """
-    serve_answers(options, "generation", _generate)
-
-
-def _generate(server: AnswerServer) -> bool:
-    """Sample wave by wave, and write the rows; False if the process was asked to stop."""
+def generate(server: AnswerServer) -> bool:
+    """Sample by the trainer's plan, wave by wave, and write the rows; False if the process was asked to stop."""
     from async_grpo.training.prompts import training_rows
 
     assert server.plan.rows is not None

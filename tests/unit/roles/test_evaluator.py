@@ -128,7 +128,7 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
         weights = SimpleNamespace(publish=lambda version, model: None)
         of_run = {"run": run, "plan": planned(tmp_path, models=("a", "b")), "state": SimpleNamespace(run_id="run-1")}
         server = SimpleNamespace(**of_run, trainer=object(), weights=weights, should_stop=lambda: False)
-        assert evaluator._evaluate_all(server)
+        assert evaluator.evaluate_all(server)
 
     run = RunDir(tmp_path / "evaluation")
     run.root.mkdir()

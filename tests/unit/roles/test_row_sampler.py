@@ -77,7 +77,7 @@ class Stage:
                 return len(self.asked) >= most
 
             answers = AnswerServer(RunDir(self.root), self._plan, self.state, trainer, queue, weights, should_stop)
-            return row_sampler._generate(answers)
+            return row_sampler.generate(answers)
 
     def rows(self) -> list[dict[str, Any]]:
         return list(load_from_disk(str(self.out)))

@@ -58,15 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
     level = log_level(args.log_level) if by_hand else None
     server_options = ServerOptions(run_dir=args.run_dir, plan=plan, log_level=level, rank=rank)
-    if plan.rows is not None:
-        from async_grpo.roles.row_sampler import run_row_sampler
-
-        run_row_sampler(server_options)
-        return 0
     if plan.models:
-        from async_grpo.roles.evaluator import run_evaluator
+        from async_grpo.roles.answering import serve_answers
 
-        run_evaluator(server_options)
+        serve_answers(server_options)
         return 0
     run_parameter_server(server_options)
     if by_hand and rank == 0:
