@@ -27,15 +27,10 @@ HOOKS = ("_prepare_dataset",)  # private names of TRL's trainer that are touched
 
 @dataclass(frozen=True, kw_only=True)
 class DPOSettings(PreferenceSettings):
-    """Keys of DPO.
+    """Keys of DPO."""
 
-    Attributes:
-        beta: of the loss, in nats per unit of log-ratio; not that of the preferences.
-        loss_type: losses of TRL that are added up; `[sigmoid, sft]` is RPO.
-    """
-
-    beta: float = 0.1
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    beta: float = 0.1  # of the loss, in nats per unit of log-ratio; not that of the preferences
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # added up; `[sigmoid, sft]` is RPO
 
     def __post_init__(self) -> None:
         super().__post_init__()

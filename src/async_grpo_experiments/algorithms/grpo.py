@@ -36,19 +36,12 @@ def get_trainer():
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings(AlgorithmSettings):
-    """Keys of GRPO.
+    """Keys of GRPO."""
 
-    Attributes:
-        samples_per_prompt: completions of a group.
-        kl_coef: weight of the divergence from the reference; TRL's `beta`.
-        max_new_tokens: the most tokens of a completion.
-        workers: processes that sample.
-    """
-
-    samples_per_prompt: int = 4
-    kl_coef: float = 0.05
-    max_new_tokens: int = 256
-    workers: int = 2
+    samples_per_prompt: int = 4  # completions of a group
+    kl_coef: float = 0.05  # weight of the divergence from the reference; TRL's `beta`
+    max_new_tokens: int = 256  # the most tokens of a completion
+    workers: int = 2  # processes that sample
 
 
 @dataclass(frozen=True, kw_only=True)

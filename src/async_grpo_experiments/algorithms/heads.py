@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from async_grpo.errors import UsageError
@@ -115,16 +116,12 @@ def _head(settings: HeadSettings, start: Path | None, kind: str, beta: float) ->
 def collate(groups: Sequence[Sequence[LabelledRow]]) -> dict[str, Tensor]:
     """The rows of whole groups, padded on the right, as `ValueHead.forward` takes them, and their labels."""
     rows = [row for group in groups for row in group]
-    longest = max(len(row.tokens) for row in rows)
-    ids_BT = torch.zeros(len(rows), longest, dtype=torch.long, device="cpu")
-    mask_BT = torch.zeros_like(ids_BT)
-    labels_BT = torch.full_like(ids_BT, UNLABELLED, dtype=torch.float32)
-    for index, row in enumerate(rows):
-        end = len(row.tokens)
-        ids_BT[index, :end] = ids_BT.new_tensor(row.tokens)
-        mask_BT[index, :end] = 1
-        labels_BT[index, row.unlabelled : end] = row.label
-    return {"input_ids_BT": ids_BT, "attention_mask_BT": mask_BT, "labels": labels_BT}
+    ids = [torch.tensor(row.tokens, dtype=torch.long, device="cpu") for row in rows]
+    labels = [torch.full_like(one, UNLABELLED, dtype=torch.float32) for one in ids]
+    for row, of_row in zip(rows, labels, strict=True):
+        of_row[row.unlabelled :] = row.label
+    columns = {"input_ids_BT": ids, "attention_mask_BT": [torch.ones_like(one) for one in ids], "labels": labels}
+    return {name: pad_sequence(column, True, UNLABELLED if name == "labels" else 0) for name, column in columns.items()}
 
 
 def check_returns(rows: Rows, settings: HeadSettings) -> None:

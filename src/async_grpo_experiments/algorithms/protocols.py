@@ -10,6 +10,7 @@ Token ids are those that were sampled: nothing is tokenised twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
@@ -26,41 +27,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Asks for continuations of a problem's completion from a cut on, sampled or greedy.
+    """Asks for continuations of a problem's completion from a cut on, sampled or greedy."""
 
-    Attributes:
-        problem: index of the problem in the dataset.
-        prefix: tokens that the completion begins with; none: from its beginning.
-        count: continuations to sample.
-        greedy: the likeliest token each time, where all continuations are equal.
-        guided: decode with the head of the round before; otherwise it is the reference that samples.
-    """
-
-    problem: int
-    prefix: tuple[int, ...] = ()
-    count: int = 1
-    greedy: bool = False
-    guided: bool = False
+    problem: int  # index of the problem in the dataset
+    prefix: tuple[int, ...] = ()  # tokens that the completion begins with; none: from its beginning
+    count: int = 1  # continuations to sample
+    greedy: bool = False  # the likeliest token each time, where all continuations are equal
+    guided: bool = False  # decode with the head of the round before; otherwise it is the reference that samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuations:
-    """What was sampled for a cut, scored.
-
-    Attributes:
-        prompt: token ids of the problem, as the sampler saw them.
-        completions: `cut.count` continuations behind the prefix, with the end token where it was sampled.
-        rewards: one for each whole text.
-        correct: whether each is right, where the dataset can be verified; preferences then prefer what is right.
-        scores: of a reward model, for preferences alone; none: the rewards, or 0 where `correct` says more.
-    """
+    """What was sampled for a cut, scored."""
 
     cut: Cut
-    prompt: tuple[int, ...]
-    completions: tuple[tuple[int, ...], ...]
-    rewards: tuple[float, ...]
-    correct: tuple[bool, ...] = ()
-    scores: tuple[float, ...] = ()
+    prompt: tuple[int, ...]  # token ids of the problem, as the sampler saw them
+    completions: tuple[tuple[int, ...], ...]  # `cut.count`, behind the prefix, with the end token where it was sampled
+    rewards: tuple[float, ...]  # one for each whole text
+    correct: tuple[bool, ...] = ()  # where the dataset can be verified; preferences then prefer what is right
+    scores: tuple[float, ...] = ()  # of a reward model, for preferences; none: rewards, or 0 where `correct` says more
 
 
 Plan: TypeAlias = Generator[list[Cut], Sequence[Continuations], None]
@@ -69,31 +54,22 @@ Plan: TypeAlias = Generator[list[Cut], Sequence[Continuations], None]
 def collect(plan: Plan, answer: Callable[[list[Cut]], Sequence[Continuations]]) -> list[Continuations]:
     """The continuations of a plan's last wave; `answer` samples those of one wave, in the order of its cuts."""
     continuations: list[Continuations] = []
-    wave = next(plan, None)
-    while wave is not None:
-        continuations = list(answer(wave))
-        try:
+    with suppress(StopIteration):
+        wave = next(plan)
+        while True:
+            continuations = list(answer(wave))
             wave = plan.send(continuations)
-        except StopIteration:
-            wave = None
     return continuations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a training leaves.
+    """What a training leaves."""
 
-    Attributes:
-        steps: optimizer steps.
-        loss: mean over the steps.
-        seconds: of the training, without loading.
-        folder: the head, or the model; `start` of the next round.
-    """
-
-    steps: int
-    loss: float
-    seconds: float
-    folder: Path
+    steps: int  # optimizer steps
+    loss: float  # mean over the steps
+    seconds: float  # of the training, without loading
+    folder: Path  # the head, or the model; `start` of the next round
 
 
 class PostTraining(Protocol):
@@ -116,36 +92,24 @@ class PostTraining(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings:
-    """Keys that every algorithm has; the names and defaults are those of the original.
+    """Keys that every algorithm has; the names and defaults are those of the original."""
 
-    Attributes:
-        reference: folder or name of the model that samples.
-        temperature: T of the reference as it samples; nothing is truncated.
-        batch_size: rows in an optimizer step.
-        micro_batch_size: rows in a forward pass. It divides `batch_size`, and a group fits into it.
-        num_workers: processes that load data.
-        max_steps: optimizer steps, whatever `epochs`; -1: as many as `epochs` needs.
-        save_steps: steps between checkpoints; 0: none.
-        clear_cache_interval: steps between two times that the GPU's cache is emptied; 0: never.
-        max_examples: problems of the dataset that are used; None: all.
-    """
-
-    reference: str
-    temperature: float = 1.0
-    batch_size: int = 24
-    micro_batch_size: int = 4
-    num_workers: int = 4
+    reference: str  # folder or name of the model that samples
+    temperature: float = 1.0  # T of the reference as it samples; nothing is truncated
+    batch_size: int = 24  # rows in an optimizer step
+    micro_batch_size: int = 4  # rows in a forward pass. It divides `batch_size`, and a group fits into it.
+    num_workers: int = 4  # processes that load data
     epochs: float = 3
-    max_steps: int = -1
+    max_steps: int = -1  # optimizer steps, whatever `epochs`; -1: as many as `epochs` needs
     lr: float = 2e-5
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     gradient_checkpointing: bool = True
     attn_impl: str = "eager"
-    save_steps: int = 0
-    clear_cache_interval: int = 10
+    save_steps: int = 0  # steps between checkpoints; 0: none
+    clear_cache_interval: int = 10  # steps between two times that the GPU's cache is emptied; 0: never
     seed: int = 42
-    max_examples: int | None = None
+    max_examples: int | None = None  # problems of the dataset that are used; None: all
 
     def __post_init__(self) -> None:
         _check_over_0(self, "temperature", "batch_size", "micro_batch_size", "epochs", "lr", "grad_clip")
@@ -160,19 +124,12 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings(AlgorithmSettings):
-    """Keys of the algorithms that learn from pairs.
+    """Keys of the algorithms that learn from pairs."""
 
-    Attributes:
-        samples_per_example: cuts of a problem, or continuations of its cut: what the algorithm says.
-        bradley_terry_beta: β of P(b ≻ a) = σ(β·(r_b − r_a)), per unit of the reward.
-        bradley_terry_sampling: draw the preferred one by P; otherwise labels are P itself, and pairs go by the reward.
-        correctness_bonus: added to r of what is right, where the dataset can be verified.
-    """
-
-    samples_per_example: int = 4
-    bradley_terry_beta: float = 1.0
-    bradley_terry_sampling: bool = True
-    correctness_bonus: float = 5.0
+    samples_per_example: int = 4  # cuts of a problem, or continuations of its cut: what the algorithm says
+    bradley_terry_beta: float = 1.0  # β of P(b ≻ a) = σ(β·(r_b − r_a)), per unit of the reward
+    bradley_terry_sampling: bool = True  # draw the preferred one by P; else labels are P, and pairs go by the reward
+    correctness_bonus: float = 5.0  # added to r of what is right, where the dataset can be verified
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,19 +138,13 @@ class PreferenceSettings(AlgorithmSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GuidanceSettings:
-    """How a head decodes.
+    """How a head decodes."""
 
-    Attributes:
-        eta: in units of the reward, as in the papers. The original's `eta` is 1/η, `inverse_eta` here.
-        top_k: candidates that are scored; -1: all.
-        use_cache: keep the keys and values of the prefix.
-    """
-
-    eta: float | None = None
-    inverse_eta: float | None = None
+    eta: float | None = None  # in units of the reward, as in the papers
+    inverse_eta: float | None = None  # 1/η, which the original calls `eta`
     mode: Literal["bernoulli", "histogram", "expectation", "log_odds", "contrastive", "disabled"] = "histogram"
-    top_k: int = 20
-    use_cache: bool = True
+    top_k: int = 20  # candidates that are scored; -1: all
+    use_cache: bool = True  # keep the keys and values of the prefix
 
     def __post_init__(self) -> None:
         _ = self.strength  # refuses what is none
@@ -209,22 +160,15 @@ class GuidanceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(AlgorithmSettings):
-    """Keys of the algorithms that train a value head.
+    """Keys of the algorithms that train a value head."""
 
-    Attributes:
-        value: the model whose backbone the head begins from; None: the reference.
-        loss_type: a loss that the algorithm knows; another one is refused.
-        num_atoms: levels of the return from `V_min` to `V_max`, of loss_type mle.
-        samples_per_example: cuts of a problem, or continuations of its cut: what the algorithm says.
-    """
-
-    value: str | None = None
-    loss_type: Literal["bce", "mse", "mle", "bradley_terry"] = "mle"
-    num_atoms: int = 11
+    value: str | None = None  # the model whose backbone the head begins from; None: the reference
+    loss_type: Literal["bce", "mse", "mle", "bradley_terry"] = "mle"  # one that the algorithm knows
+    num_atoms: int = 11  # levels of the return from `V_min` to `V_max`, of loss_type mle
     V_min: float = 0.0
     V_max: float = 1.0
     guidance: GuidanceSettings = field(default_factory=GuidanceSettings)
-    samples_per_example: int = 4
+    samples_per_example: int = 4  # cuts of a problem, or continuations of its cut: what the algorithm says
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,15 +37,10 @@ HELD_OUT = 0.1  # of the prompts
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyTraining:
-    """Keys of the proxy's own training; the others are the algorithm's.
+    """Keys of the proxy's own training; the others are the algorithm's."""
 
-    Attributes:
-        epochs: passes over the pairs, whatever the algorithm's `max_steps`.
-        lr: None: the algorithm's.
-    """
-
-    epochs: float = 3
-    lr: float | None = None
+    epochs: float = 3  # passes over the pairs, whatever the algorithm's `max_steps`
+    lr: float | None = None  # None: the algorithm's
 
     def __post_init__(self) -> None:
         for name in ("epochs", "lr"):
@@ -56,32 +51,20 @@ class ProxyTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class ProxySettings(PreferenceSettings):
-    """Keys of the algorithms that train a proxy.
+    """Keys of the algorithms that train a proxy."""
 
-    Attributes:
-        value: the model whose backbone the proxy begins from; None: the reference.
-        proxy: how long it trains. Raise `proxy.epochs` or `proxy.lr` while the share of held-out pairs rises.
-    """
-
-    value: str | None = None
-    proxy: ProxyTraining = field(default_factory=ProxyTraining)
+    value: str | None = None  # the model whose backbone the proxy begins from; None: the reference
+    proxy: ProxyTraining = field(default_factory=ProxyTraining)  # to be raised while the share of held-out pairs rises
 
 
 @dataclass(frozen=True)
 class ProxyRecord:
-    """What is known of a proxy.
+    """What is known of a proxy."""
 
-    Attributes:
-        low: the score that becomes 0.
-        high: the score that becomes 1.
-        held_out_pairs: pairs of prompts that it was not trained on.
-        held_out_right: the share of them whose chosen text has the higher score; None: there are none.
-    """
-
-    low: float
-    high: float
-    held_out_pairs: int = 0
-    held_out_right: float | None = None
+    low: float  # the score that becomes 0
+    high: float  # the score that becomes 1
+    held_out_pairs: int = 0  # pairs of prompts that it was not trained on
+    held_out_right: float | None = None  # the share of them whose chosen text scores higher; None: there are none
     format: int = 1
 
 

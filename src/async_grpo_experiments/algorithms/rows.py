@@ -29,19 +29,14 @@ _MOST_BYTES = 16 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledRow:
-    """One continuation. Its label holds for the tokens behind the cut, which were sampled as the label assumes.
-
-    Attributes:
-        group: rows of one number are in one batch together; a pair has the chosen one first.
-        label: a reward, or the probability that this one is preferred.
-    """
+    """One continuation. Its label holds for the tokens behind the cut, which were sampled as the label assumes."""
 
     problem: int
-    group: int
+    group: int  # rows of one number are in one batch together; a pair has the chosen one first
     prompt: tuple[int, ...]
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
-    label: float
+    label: float  # a reward, or the probability that this one is preferred
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -55,14 +50,10 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one round, or of several.
-
-    Attributes:
-        dropped: problems or pairs that teach nothing and were left out.
-    """
+    """The rows of one round, or of several."""
 
     items: tuple[LabelledRow, ...]
-    dropped: int = 0
+    dropped: int = 0  # problems or pairs that teach nothing and were left out
 
     @classmethod
     def together(cls, rounds: Iterable[Rows]) -> Rows:

@@ -46,29 +46,21 @@ class HeadRecord:
     """What the numbers of a head mean, and which model's sampler they are of.
 
     Attributes:
-        kind: the labels are returns, or preferences P(b ≻ a).
         loss: `bce` and `mse` learn p = σ(l), `mle` the distribution over the atoms, `bradley_terry` a score.
-        num_atoms: of `mle`, spread evenly over [v_min, v_max].
-        temperature: at which the reference samples.
-        model: its name or folder.
-        model_hash: `weights_digest` of it.
-        vocabulary: digest of its tokens by id.
-        beta: of Bradley–Terry.
-        weights_hash: SHA-256 of `model.safetensors`; empty before it is saved.
     """
 
-    kind: Literal["value", "preference"]
+    kind: Literal["value", "preference"]  # the labels are returns, or preferences P(b ≻ a)
     loss: Literal["bce", "mse", "mle", "bradley_terry"]
-    num_atoms: int = 11
+    num_atoms: int = 11  # of `mle`, spread evenly over [v_min, v_max]
     v_min: float = 0.0
     v_max: float = 1.0
-    temperature: float
-    model: str
-    model_hash: str = ""
+    temperature: float  # at which the reference samples
+    model: str  # its name or folder
+    model_hash: str = ""  # `weights_digest` of it
     tokenizer: str = ""
-    vocabulary: str = ""
-    beta: float = 1.0
-    weights_hash: str = ""
+    vocabulary: str = ""  # digest of its tokens by id
+    beta: float = 1.0  # of Bradley–Terry
+    weights_hash: str = ""  # SHA-256 of `model.safetensors`; empty before it is saved
     format: int = FORMAT
 
     @classmethod

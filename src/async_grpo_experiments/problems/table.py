@@ -23,16 +23,11 @@ Reward = Callable[..., list[float]]
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    """Rows with a column `prompt`, and what rewards an answer.
-
-    Attributes:
-        reward: the reward function; None: a reward model scores afterwards.
-        verified: whether the reward is 1 for what is right and 0 for all else.
-    """
+    """Rows with a column `prompt`, and what rewards an answer."""
 
     rows: list[dict[str, Any]]
-    reward: Reward | None
-    verified: bool
+    reward: Reward | None  # the reward function; None: a reward model scores afterwards
+    verified: bool  # whether the reward is 1 for what is right and 0 for all else
 
 
 class _Hub(NamedTuple):

@@ -60,7 +60,6 @@ class SystemKeys:
     Attributes:
         deterministic: sample each group alone, since what shares a batch changes the bits: slower, and the same results
             bit for bit, however often it was killed.
-        max_parallel_jobs: stages at a time; None: all that fit.
     """
 
     attn_impl: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
@@ -70,24 +69,19 @@ class SystemKeys:
     engine: Literal["local", "slurm"] = "local"
     device: Literal["auto", "cpu"] = "auto"
     deterministic: bool = False
-    max_parallel_jobs: int | None = None
+    max_parallel_jobs: int | None = None  # stages at a time; None: all that fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmKeys:
-    """What each stage's job asks for; None: the cluster's default.
-
-    Attributes:
-        timeout_min: its time limit. Before it the stage is ended, and queued again to continue.
-        gpus: None: `system.gpus_per_job`, or none where `system.device` is cpu.
-    """
+    """What each stage's job asks for; None: the cluster's default."""
 
     partition: str | None = None
     qos: str | None = None
-    timeout_min: int = 240
+    timeout_min: int = 240  # its time limit. Before it the stage is ended, and queued again to continue.
     mem_gb: int | None = None
     cpus: int | None = None
-    gpus: int | None = None
+    gpus: int | None = None  # None: `system.gpus_per_job`, or none where `system.device` is cpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +120,10 @@ class EvaluationKeys:
     """What is evaluated.
 
     Attributes:
-        etas: strengths to decode with, for algorithms with a head; none: the algorithm's own.
-        datasets_by_train: evaluation sets of a training set; by default the set itself.
+        datasets_by_train: evaluation sets of a training set; default: itself.
     """
 
-    etas: list[float] = field(default_factory=list)
+    etas: list[float] = field(default_factory=list)  # strengths to decode with where there is a head; none: its own
     num_samples: int = 8
     max_examples: int | None = None
     datasets_by_train: dict[str, list[str]] = field(default_factory=dict)
@@ -141,10 +134,8 @@ class DatasetKeys:
     """A set of `problems.table`, by its own name or by that of `source`.
 
     Attributes:
-        reward_model: folder or name of a model that scores answers, of a set that no function rewards, or of
-            `sentiment` in place of its lexicon.
-        made: keys of a set that is made here, such as `branches`.
-        evaluated: keys of the same set where it is evaluated, such as another `seed`.
+        reward_model: that scores answers where no function does, or of `sentiment` in place of its lexicon.
+        evaluated: keys of the same set where it is evaluated, such as `seed`.
     """
 
     source: str | None = None
@@ -152,43 +143,32 @@ class DatasetKeys:
     reward_model: str | None = None
     split: str = "train"
     eval_split: str = "test"
-    made: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)  # keys of a set that is made here, such as `branches`
     evaluated: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingKeys:
-    """Which stage goes first, and how long one may take.
+    """Which stage goes first, and how long one may take."""
 
-    Attributes:
-        priority: `package.module:function` in place of `priority.estimate_job_priority`.
-        deadline_s: a stage that takes longer is killed and has failed.
-        silence_s: so has a stage whose log has said nothing for so long; None: however long.
-    """
-
-    priority: str | None = None
-    deadline_s: float | None = None
-    silence_s: float | None = 1800.0
+    priority: str | None = None  # `package.module:function` in place of `priority.estimate_job_priority`
+    deadline_s: float | None = None  # a stage that takes longer is killed and has failed
+    silence_s: float | None = 1800.0  # so has a stage whose log has said nothing for so long; None: however long
     stagger_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
-    """A whole experiment.
-
-    Attributes:
-        model_pairs: names in `models`; empty: all of them.
-        num_samples: repetitions of each line, with the seeds seed, seed + 1, …
-    """
+    """A whole experiment."""
 
     experiment: NameAndSeed
     models: dict[str, ModelFamily]
     training: TrainingKeys
     algos: dict[str, dict[str, Any]]
     datasets: dict[str, DatasetKeys] = field(default_factory=dict)
-    model_pairs: list[str] = field(default_factory=list)
+    model_pairs: list[str] = field(default_factory=list)  # names in `models`; empty: all of them
     rounds_of_training: int = 2
-    num_samples: int = 1
+    num_samples: int = 1  # repetitions of each line, with the seeds seed, seed + 1, …
     system: SystemKeys = field(default_factory=SystemKeys)
     slurm: SlurmKeys = field(default_factory=SlurmKeys)
     generation: GenerationKeys = field(default_factory=GenerationKeys)

@@ -36,15 +36,10 @@ class BatchMemory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageForecast:
-    """Bytes of one stage of a kind, by the rules of `checks.plan.memory`.
+    """Bytes of one stage of a kind, by the rules of `checks.plan.memory`."""
 
-    Attributes:
-        memory: with its batch, and with halves of it.
-        disk: of what it leaves, while it still has a copy that a next attempt would continue from.
-    """
-
-    memory: list[BatchMemory]
-    disk: int
+    memory: list[BatchMemory]  # with its batch, and with halves of it
+    disk: int  # of what it leaves, while it still has a copy that a next attempt would continue from
 
     @property
     def needed(self) -> int:
@@ -158,17 +153,11 @@ def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:
 
 @dataclass(slots=True)
 class StageUse:
-    """What was seen of one stage.
+    """What was seen of one stage."""
 
-    Attributes:
-        percents: utilisation of its GPUs at each sample.
-        peak_bytes: the most that was taken of one of its GPUs besides what others had before; 0: it shared them.
-        most: what was taken of each GPU at most, also by others.
-    """
-
-    percents: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    most: dict[str, gpu_usage.GpuMemory] = field(default_factory=dict)
+    percents: list[float] = field(default_factory=list)  # utilisation of its GPUs at each sample
+    peak_bytes: int = 0  # the most that was taken of one of its GPUs besides what others had before; 0: it shared them
+    most: dict[str, gpu_usage.GpuMemory] = field(default_factory=dict)  # taken of each GPU, also by others
 
     def in_words(self) -> str:
         return f"{fmean(self.percents):.0f}%" if self.percents else "unknown"

@@ -37,12 +37,11 @@ class EvaluatedSet:
     """One evaluation of a job.
 
     Attributes:
-        eta: strength of guidance; None: there is none.
-        by_problem: success and mean reward of each problem, by its index in the dataset.
+        by_problem: success and mean reward, by index in the dataset.
     """
 
     dataset: str
-    eta: float | None
+    eta: float | None  # strength of guidance; None: there is none
     figures: dict[str, Estimate]
     by_problem: dict[str, tuple[float, ...]] = field(default_factory=dict)
     failed: int = 0
@@ -123,7 +122,7 @@ def markdown(config: ExperimentConfig, lines: Sequence[EvaluatedLine]) -> Iterat
         yield f"|---|{'---|' * (len(columns) + 2)}"
         best = _clearly_best(own)
         for line in own:
-            cells = [_cell(line.evaluation.figures.get(name)) for name in columns]
+            cells = [str(line.evaluation.figures.get(name, "")) for name in columns]
             trained = ["", ""] if line.trained is None else [f"{line.trained.loss:.4g}", str(line.trained.steps)]
             name = f"**{line.name}**" if line is best else line.name
             yield f"| {' | '.join([name, *cells, *trained])} |"
@@ -162,13 +161,6 @@ def _is_better(ours: EvaluatedSet, theirs: EvaluatedSet, column: int) -> bool:
         return False
     found = bootstrap(np.array([ours.by_problem[one][column] - theirs.by_problem[one][column] for one in common]))
     return found.low is not None and found.low > 0
-
-
-def _cell(figure: Estimate | None) -> str:
-    if figure is None:
-        return ""
-    interval = f" ({figure.interval})" if figure.interval else ""
-    return f"{figure.value:.3f}{interval}"
 
 
 def _plot(path: Path, lines: Sequence[EvaluatedLine]) -> None:

@@ -152,7 +152,6 @@ class Work:
 
     def evaluate(self, partial: Path) -> None:
         found: list[EvaluatedSet] = []
-        guided = self.job.algo in GUIDED
         for dataset in self.config.evaluated_sets(self.job.dataset):
             figures = self.folder / f"evaluating_{dataset}.json"
             run = self._begin(partial, f"evaluating_{dataset}", figures)

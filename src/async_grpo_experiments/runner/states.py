@@ -36,26 +36,17 @@ _DONE = {"generate": "DATA_GENERATED", "train": "MODEL_TRAINED", "evaluate": "EV
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeOf:
-    """What decides what a stage leaves.
+    """What decides what a stage leaves."""
 
-    Attributes:
-        inputs: digest of each stage that is needed, by name.
-        keys: part of the configuration, flat.
-    """
-
-    inputs: dict[str, str]
-    keys: dict[str, Any]
+    inputs: dict[str, str]  # digest of each stage that is needed, by name
+    keys: dict[str, Any]  # part of the configuration, flat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(MadeOf):
-    """What a folder holds and what it was made of.
+    """What a folder holds and what it was made of."""
 
-    Attributes:
-        files: hash of each file, by its path in the folder.
-    """
-
-    files: dict[str, str]
+    files: dict[str, str]  # hash of each file, by its path in the folder
     attempt: str
 
 
@@ -206,17 +197,11 @@ def _name_in(folder: Path, path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """What lies in an experiment's folder.
+    """What lies in an experiment's folder."""
 
-    Attributes:
-        done: digests of the stages whose folders hold, by name.
-        redo: why a stage that was finished is not any more, by name.
-        changed: how the configuration differs from that of a finished stage, by name.
-    """
-
-    done: dict[str, str]
-    redo: dict[str, str]
-    changed: dict[str, list[str]]
+    done: dict[str, str]  # digests of the stages whose folders hold, by name
+    redo: dict[str, str]  # why a stage that was finished is not any more, by name
+    changed: dict[str, list[str]]  # how the configuration differs from that of a finished stage, by name
 
 
 def look(root: Path, config: ExperimentConfig) -> OnDisk:

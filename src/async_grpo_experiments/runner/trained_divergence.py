@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from async_grpo.evals.estimators import Estimate, problems_with_interval, range_of
 from async_grpo.records import RolloutGroup
@@ -33,12 +34,7 @@ def divergence_of_groups(
 
 def _padded(group: RolloutGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompt and completion of each row, and which tokens are of the completion: [B, T], padded on the right."""
-    prompt, lengths = group.prompt_ids.tolist(), group.completion_lengths.tolist()
-    ids_BT = torch.zeros(len(lengths), len(prompt) + max(lengths), dtype=torch.long, device="cpu")
-    mask_BT = torch.zeros_like(ids_BT)
-    completions = torch.split(torch.from_numpy(group.completion_ids).long(), lengths)
-    for index, completion in enumerate(completions):
-        end = len(prompt) + len(completion)
-        ids_BT[index, :end] = torch.cat([completion.new_tensor(prompt), completion])
-        mask_BT[index, len(prompt) : end] = 1
-    return ids_BT, mask_BT
+    prompt, ids = (torch.from_numpy(one).long() for one in (group.prompt_ids, group.completion_ids))
+    completions = torch.split(ids, group.completion_lengths.tolist())
+    masks = [torch.cat([torch.zeros_like(prompt), torch.ones_like(one)]) for one in completions]
+    return pad_sequence([torch.cat([prompt, one]) for one in completions], True), pad_sequence(masks, True)

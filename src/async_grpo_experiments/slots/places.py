@@ -70,17 +70,11 @@ def _name(cores: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a task takes of the places.
+    """What a task takes of the places."""
 
-    Attributes:
-        gpus: places that it takes together.
-        bytes: of a place that has bytes, which it shares with others; None: it has the place alone.
-        spreads: it takes places beyond `gpus` that nothing else waits for.
-    """
-
-    gpus: int = 1
-    bytes: int | None = None
-    spreads: bool = False
+    gpus: int = 1  # places that it takes together
+    bytes: int | None = None  # of a place that has bytes, which it shares with others; None: it has the place alone
+    spreads: bool = False  # it takes places beyond `gpus` that nothing else waits for
 
     @property
     def alone(self) -> bool:

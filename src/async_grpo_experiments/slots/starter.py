@@ -20,15 +20,10 @@ LOST = 1000  # "exit code" of a child that has ended, and left none: its machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedChild(Child):
-    """A child of a place.
+    """A child of a place."""
 
-    Attributes:
-        cores: those that it may use; empty: all.
-        attempt: a name that no other attempt has.
-    """
-
-    cores: tuple[int, ...] = ()
-    attempt: str = ""
+    cores: tuple[int, ...] = ()  # those that it may use; empty: all
+    attempt: str = ""  # a name that no other attempt has
 
 
 class Starter(Protocol):

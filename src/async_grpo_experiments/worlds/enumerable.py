@@ -30,17 +30,11 @@ Steps: TypeAlias = list[Floats]  # one array [S, V] for each step
 
 @dataclass(frozen=True)
 class Enumerable:
-    """A reference π and a reward, of which every value is known.
+    """A reference π and a reward, of which every value is known."""
 
-    Attributes:
-        reference: log π(a|s), as it samples.
-        rewards: one for each sequence, [32768].
-        prompt: token ids before the sequence, where a model reads them.
-    """
-
-    reference: Steps
-    rewards: Floats
-    prompt: tuple[int, ...] = (0,)
+    reference: Steps  # log π(a|s), as it samples
+    rewards: Floats  # one for each sequence, [32768]
+    prompt: tuple[int, ...] = (0,)  # token ids before the sequence, where a model reads them
 
     @classmethod
     def tables(cls, *, graded: bool = False) -> Enumerable:
