@@ -27,6 +27,10 @@ from async_grpo.status.snapshot import RunView, look
 
 POLL_S = 0.2
 MARGIN_S = 30.0  # for the launcher, after the server's grace
+LAST_LINES = 60
+NEWS_LINES = 3
+START_TIMEOUT_S = 120.0  # until a run has begun: nothing is loaded before that
+_STOPPED_BY_US = (-signal.SIGTERM, 130)
 
 
 class Handle:
@@ -118,12 +122,6 @@ class Handle:
         if step is not None and view.step < step:
             raise RunDirError(f"The run in {self.run_dir} ended at step {view.step}, before step {step}.")
         return view
-
-
-LAST_LINES = 60
-NEWS_LINES = 3
-START_TIMEOUT_S = 120.0  # until a run has begun: nothing is loaded before that
-_STOPPED_BY_US = (-signal.SIGTERM, 130)
 
 
 class Process(Protocol):

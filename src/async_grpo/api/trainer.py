@@ -30,6 +30,17 @@ from async_grpo.setup.generated.trl_command import contents, is_yaml
 from async_grpo.setup.replaced import patched_here
 from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file
 
+IN_A_FILE = "Define a function with `def` that returns the trainer, and pass it: AsyncGRPO(build)."
+_IMPORT = '''"""The setup file that AsyncGRPO wrote for {module}:{function}."""
+
+import sys
+
+if {root!r} not in sys.path:
+    sys.path.insert(0, {root!r})
+
+from {module} import {function} as get_trainer  # noqa: F401
+'''
+
 
 class AsyncGRPO:
     """A run of `async-grpo train --distributed`: a parameter server and workers, each a process of its own.
@@ -132,19 +143,6 @@ def _folder(run_dir: str | os.PathLike[str]) -> Path:
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a home directory that there is not
         raise UsageError(f"run_dir={run_dir!r} cannot be: {error}.") from error
     return folder
-
-
-IN_A_FILE = "Define a function with `def` that returns the trainer, and pass it: AsyncGRPO(build)."
-
-_IMPORT = '''"""The setup file that AsyncGRPO wrote for {module}:{function}."""
-
-import sys
-
-if {root!r} not in sys.path:
-    sys.path.insert(0, {root!r})
-
-from {module} import {function} as get_trainer  # noqa: F401
-'''
 
 
 class Setup(NamedTuple):

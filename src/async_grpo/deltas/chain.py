@@ -37,6 +37,7 @@ FORMAT = "async-grpo-deltas/2"
 CHAIN_FILE, LATEST, MODEL = "chain.json", "latest", "model"
 FULL_EVERY = 100  # of the kept versions, one in so many is a snapshot
 _NAME = re.compile(r"(\d{6,})\.(full|delta)")
+_AT = re.compile(r"(.+)@(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +294,6 @@ def _opened(path: Path) -> BinaryIO:
         raise DeltaError("it is missing") from error
     except BadFileError as error:
         raise DeltaError(str(error)) from error
-
-
-_AT = re.compile(r"(.+)@(\d+)")
 
 
 class NamedVersion(NamedTuple):

@@ -20,6 +20,7 @@ EMBEDDINGS, REST = "embeddings", "rest"
 DEFAULT_SPANS = (2, 8, 32)
 
 Mask = NDArray[np.bool_]  # of a tensor: the elements that changed
+_LABELLED = 24  # rows that each have a label
 
 
 class Share(NamedTuple):
@@ -147,9 +148,6 @@ def _rows(groups: Iterable[Mapping[str, float]]) -> list[str]:
         int(name) if name.isdecimal() else 0,
     )
     return sorted(names, key=first)
-
-
-_LABELLED = 24  # rows that each have a label
 
 
 def draw(statistics: Statistics, path: Path, *, title: str) -> None:

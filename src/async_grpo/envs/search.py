@@ -30,6 +30,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+_PARTS = ("data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy", "params.index.json", "corpus.jsonl")
 
 
 class SearchEnv:
@@ -134,9 +135,6 @@ def _passages(index: Passages | str | Path | None) -> Passages:
     if isinstance(index, Passages):
         return index
     return Passages.of([fact.passage for fact in generated_facts()]) if index is None else Passages.load(index)
-
-
-_PARTS = ("data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy", "params.index.json", "corpus.jsonl")
 
 
 class Passages:

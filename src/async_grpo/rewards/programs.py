@@ -49,6 +49,12 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "math.isclose": math.isclose,
 }
 ERRORS = (ValueError, SyntaxError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
+SECONDS = 5.0  # for one test
+SUCCESS = 0.6
+MAX_TESTS = 50
+MAX_CHARACTERS = 50_000  # of a program
+OUTPUT_BYTES = 1 << 20
+_FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
 def same(value: Any, expected: Any) -> bool:
@@ -127,14 +133,6 @@ def _compares(node: ast.AST) -> bool:
     if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)):
         return _compares(node.func)
     return isinstance(node, ast.Compare) or any(map(_compares, ast.iter_child_nodes(node)))
-
-
-SECONDS = 5.0  # for one test
-SUCCESS = 0.6
-MAX_TESTS = 50
-MAX_CHARACTERS = 50_000  # of a program
-OUTPUT_BYTES = 1 << 20
-_FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
 class Check(NamedTuple):

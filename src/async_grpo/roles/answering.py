@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from async_grpo_ipc import WeightExporter
 
 SLOT_WAIT_S = 1800.0
+SHOWN = 3  # names of tensors in an error
+SCALING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")  # no shape tells all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +154,6 @@ class PublishedModels:
                 "Choose another --run-dir."
             )
         write_json(self._run.evaluated, known)
-
-
-SHOWN = 3  # names of tensors in an error
-SCALING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")  # no shape tells all of them
 
 
 def load_weights(trainer: GRPOTrainer, source: str) -> None:

@@ -33,6 +33,12 @@ _AT_ONCE = 256  # rows that are Python's, so few that they die young; the others
 
 first_seen: dict[str, str] = {}
 """By data source, the first row that `load` found it in: `a.parquet, row 1`. For what refuses a source later."""
+_STRING = r"Q(?!QQ)[^\\Q\r\n]*+(?:\\.[^\\Q\r\n]*+)*+Q | QQQ[^\\Q]*+(?:(?:\\.|Q(?!QQ))[^\\Q]*+)*+QQQ"
+_STRINGS = " | ".join(_STRING.replace("Q", quote) for quote in ("'", '"'))
+_WITHOUT_F_STRINGS = re.compile(  # of which Python reads the fields in a time that grows as the square of their number
+    rf"""(?: [bru]{{0,2}} (?: {_STRINGS} ) | \w++ (?!['"]) | \#[^\r\n]*+ | [^\w'"\#]++ )*+""",
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
 
 
 def load(files: Files, *, separate: bool = False, tokenizer: Any = None) -> Any:
@@ -226,14 +232,6 @@ def _lengths(prompts: Sequence[Any], tokenizer: Any) -> Iterator[int]:
             texts = tokenizer.apply_chat_template(list(some), tokenize=False, add_generation_prompt=True)
             read = tokenizer(texts, add_special_tokens=False)["input_ids"]
         yield from map(len, read)
-
-
-_STRING = r"Q(?!QQ)[^\\Q\r\n]*+(?:\\.[^\\Q\r\n]*+)*+Q | QQQ[^\\Q]*+(?:(?:\\.|Q(?!QQ))[^\\Q]*+)*+QQQ"
-_STRINGS = " | ".join(_STRING.replace("Q", quote) for quote in ("'", '"'))
-_WITHOUT_F_STRINGS = re.compile(  # of which Python reads the fields in a time that grows as the square of their number
-    rf"""(?: [bru]{{0,2}} (?: {_STRINGS} ) | \w++ (?!['"]) | \#[^\r\n]*+ | [^\w'"\#]++ )*+""",
-    re.VERBOSE | re.DOTALL | re.IGNORECASE,
-)
 
 
 def literal_of(text: str, longest: int = LARGEST) -> Any:

@@ -26,6 +26,7 @@ ASKED = (
     "answer? Judge only that; do not answer the question. End with one word: Yes or No.\n\n"
     "Question: {question}\n\nRight answer: {right}\n\nStudent's answer: {given}"
 )
+Reward = Callable[..., Sequence[float | None]]
 
 
 class JudgeError(AsyncGRPOError):
@@ -84,8 +85,6 @@ def _asked(path: str, body: dict[str, Any] | None = None) -> Any:
     except (KeyError, IndexError, TypeError):
         raise JudgeError(f"What the judge at {URL} answers is not OpenAI's API.") from None
 
-
-Reward = Callable[..., Sequence[float | None]]
 
 BUILT_IN: dict[str, Reward] = {
     "math": rules.math,

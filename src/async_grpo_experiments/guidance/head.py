@@ -39,6 +39,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")  # in confi
 _WAY_OUT = "Copy the folder again, or train the head again."
 
 Shape = tuple[int, ...]
+SAMPLE = 64  # numbers of each parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +268,6 @@ def _check_shapes(folder: Path, made: Mapping[str, Tensor], saved: Mapping[str, 
 def _hash_of(file: Path) -> str:
     with naming(file), os.fdopen(open_plain(file), "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-SAMPLE = 64  # numbers of each parameter
 
 
 def vocabulary_of(tokenizer: Any) -> list[str | None]:

@@ -29,6 +29,18 @@ from async_grpo_experiments.sweeps.run_progress import COLUMNS, Reason, RunRows,
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
+PROGRAM = (sys.executable, "-Pm", "async_grpo.cli")
+CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "UNSLOTH_COMPILE_LOCATION": "unsloth",
+}
+_SHARED_BY_MISTAKE = (
+    "CUDA_IPC_HANDLE_PATH",
+    "WORKER_DEVICE",
+    "WANDB_RUN_ID",
+)  # one value for all runs would make them meet
 
 
 def run_sweep(sweep: Sweep, *, resume: bool) -> int:
@@ -143,20 +155,6 @@ def _is_there(folder: Path) -> RunDirError:
 
 def _say(text: str) -> None:
     print(f"[sweep] {text}", flush=True)
-
-
-PROGRAM = (sys.executable, "-Pm", "async_grpo.cli")
-CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "VLLM_CACHE_ROOT": "vllm",
-    "UNSLOTH_COMPILE_LOCATION": "unsloth",
-}
-_SHARED_BY_MISTAKE = (
-    "CUDA_IPC_HANDLE_PATH",
-    "WORKER_DEVICE",
-    "WANDB_RUN_ID",
-)  # one value for all runs would make them meet
 
 
 def command(run: Run, place: Place, found: Preflight, say: Callable[[str], None]) -> Command:

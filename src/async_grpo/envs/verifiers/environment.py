@@ -29,6 +29,9 @@ from async_grpo.errors import UnsupportedError, UsageError
 
 TASK = "task"  # the key of a prompt's last message that names the task
 COLUMN = "verifiers"  # what an episode earned, for the reward function
+MOST_TEXT = 65_536  # characters of a result; of a longer one, the model reads the beginning
+SHOWN = 2_000
+_STATE: ContextVar[vf.State] = ContextVar("state of the episode")
 
 
 def load_environment(config: str | Mapping[str, Any], *, limit: int | None = None) -> VerifiersEnvironment:
@@ -265,11 +268,6 @@ def _assistant(reply: Message) -> vf.AssistantMessage:
 
 def _recorded(task: vf.Task) -> vf.TraceTask:
     return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-
-
-MOST_TEXT = 65_536  # characters of a result; of a longer one, the model reads the beginning
-SHOWN = 2_000
-_STATE: ContextVar[vf.State] = ContextVar("state of the episode")
 
 
 class Toolsets:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 ERROR_COLUMN = "agent_error"  # what reward functions get of an agent that raised
 _SAMPLED_WITH = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # by OpenAI's names and vLLM's
 SAY_AT_MOST = 3  # errors of an agent that are logged
+_HTTPX_DISCONNECTED = "RemoteProtocolError"  # httpx is installed with `openai` only
+MOST_LEFT_BEHIND = 16  # calls that did not end in time and still run; one more ends the worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +246,6 @@ def _allowed(sampling: Mapping[str, float], job: Job) -> dict[str, list[float]]:
     if 0 in allowed["top_k"]:
         allowed["top_k"].append(-1)
     return allowed
-
-
-_HTTPX_DISCONNECTED = "RemoteProtocolError"  # httpx is installed with `openai` only
-MOST_LEFT_BEHIND = 16  # calls that did not end in time and still run; one more ends the worker
 
 
 class Agents:

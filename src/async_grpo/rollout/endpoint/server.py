@@ -50,6 +50,12 @@ SAY_AT_MOST = 3  # refusals of one kind that are logged
 _QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine can send what is not HTTP
 _RETRIES = "x-stainless-retry-count"  # how often the `openai` client has sent a request before
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
+KEY_S = 30.0  # for a connection to show a key
+MOST_STRANGERS = 64
+_CONNECTS_S = 0.01  # by then a connection has its transport
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LOCAL, _UID = 1, 7  # columns
+Address = tuple[str, int]
 
 
 class EndpointServer:
@@ -180,15 +186,6 @@ async def _body(http: web.Request) -> bytes:
 
 def _hashed(key: str) -> bytes:
     return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).digest()
-
-
-KEY_S = 30.0  # for a connection to show a key
-MOST_STRANGERS = 64
-_CONNECTS_S = 0.01  # by then a connection has its transport
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_LOCAL, _UID = 1, 7  # columns
-
-Address = tuple[str, int]
 
 
 class Doors:

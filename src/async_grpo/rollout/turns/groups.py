@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 WAKE_S = 0.02  # a worker whose engine is idle waits this long for its dialogues before it looks around
 ROUNDS = 6  # of the event loop between two steps of the engine: what woke up gets to its next wait
 CLOSE_S = 2.0  # that code which waits for tokens gets to end
+T = TypeVar("T")
+TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
+LOOK_S = 5.0  # waiting code looks this often whether the worker's thread is alive
 
 
 class Turns(Generation):
@@ -240,11 +243,6 @@ class _Copies:
 async def _rounds() -> None:
     for _ in range(ROUNDS):
         await asyncio.sleep(0)
-
-
-T = TypeVar("T")
-TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
-LOOK_S = 5.0  # waiting code looks this often whether the worker's thread is alive
 
 
 class Threads:

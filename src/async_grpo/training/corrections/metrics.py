@@ -21,6 +21,7 @@ Append = Callable[[str, float], None]
 Batch = Mapping[str, Any]
 
 CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # those that report clip_ratio/* in TRL
+_FARTHEST = 1e6  # nats of a ratio that is infinite; twice of it is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,6 @@ def _halves(batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 def _share(tokens: Tensor) -> float:
     return tokens.float().mean().item()
-
-
-_FARTHEST = 1e6  # nats of a ratio that is infinite; twice of it is a number
 
 
 def log_ratios(log_pi: Tensor, log_mu: Tensor, mask: Tensor) -> Tensor:

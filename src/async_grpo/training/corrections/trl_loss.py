@@ -47,6 +47,8 @@ from async_grpo.training.padding import Unpadded
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+LogProbs = Callable[[dict[str, Any]], Tensor]  # the loss's inputs -> log pi_old, [B, C]
+
 
 @adapter
 class CorrectedLoss(Unpadded):
@@ -282,9 +284,6 @@ def log_pi_old(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
     return logprobs
-
-
-LogProbs = Callable[[dict[str, Any]], Tensor]  # the loss's inputs -> log pi_old, [B, C]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
