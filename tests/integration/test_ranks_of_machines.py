@@ -1,6 +1,6 @@
 """A trainer on two machines: the training of one, and an end that names who is gone.
 
-Both are this one, at its loopback address.
+Both are this one, at its loopback address or in two network namespaces.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kit.runs import IN_MID_BATCH, SETUP, Command, audited, command, read, steps_logged
-from kit.several_ranks import EXAMPLES, ranks, same_training, same_weights
+from async_grpo.roles.replay import checkpoint_digest
+from kit.runs import IN_MID_BATCH, SETUP, Command, audited, command, finish, read, steps_logged
+from kit.several_ranks import EXAMPLES, figures, ranks, same_training, same_weights
 from kit.waiting import until_gone
 
 pytestmark = pytest.mark.integration
 
 SAVED = "checkpoints/checkpoint-8/rollout_state.json"
-SHARDED = SETUP.parent / "sharded_model.py"
+SHARDED, CRITIC, TASKS = (SETUP.with_name(f"{name}.py") for name in ("sharded_model", "ppo_model", "several_tasks"))
+DDP, FSDP2 = "ddp.yaml", "fsdp2.yaml"
 ENV = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
 
 
@@ -35,6 +37,7 @@ def two_machines(
     folder: Path,
     *options: str,
     setup: Path = SETUP,
+    example: str = DDP,
     ranks_each: int = 1,
     within: Sequence[Sequence[str]] = ((), ()),
     host: str = "127.0.0.1",
@@ -42,9 +45,9 @@ def two_machines(
 ) -> Iterator[tuple[Command, Command]]:
     """The same command on each; machine 0 has the launcher. `within`: a command that runs it, of each machine."""
     config = folder / "two.yaml"
-    example = EXAMPLES / ("fsdp2.yaml" if setup == SHARDED else "ddp.yaml")
     config.write_text(
-        example.read_text()
+        (EXAMPLES / example)
+        .read_text()
         .replace("num_machines: 1", "num_machines: 2")
         .replace("num_processes: 2", f"num_processes: {2 * ranks_each}")
     )
@@ -80,7 +83,7 @@ def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on
     assert read(tmp_path / "worker/run.json")["state"] == "failed"
 
     step = max(steps_logged(tmp_path / "worker"))
-    alone = ("--accelerate-config", str(EXAMPLES / "ddp.yaml"))
+    alone = ("--accelerate-config", str(EXAMPLES / DDP))
     with command("train", str(SETUP), "--resume", *alone, "--steps", str(step + 3), cwd=tmp_path, **ENV) as run:
         assert run.wait() == 0, run.output
 
@@ -110,11 +113,39 @@ def test_the_rank_that_died_is_named_where_each_machine_has_two(tmp_path: Path) 
 
 def test_fsdp2_on_two_machines_trains_as_one_process_does(undisturbed: Path, tmp_path: Path) -> None:
     """No rank has the whole weights: they are gathered from both for each version, and written together."""
-    with two_machines(tmp_path, "--steps", "8", setup=SHARDED, **ENV) as (first, other):
+    with two_machines(tmp_path, "--steps", "8", setup=SHARDED, example=FSDP2, **ENV) as (first, other):
         assert (first.wait(), other.wait()) == (0, 0), first.output + other.output
     same_training(tmp_path, undisturbed, steps=8)
     shards = {path.name for path in (tmp_path / "checkpoints/checkpoint-8/pytorch_model_fsdp_0").glob("*.distcp")}
     assert shards == {"__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "example", "options", "env"),
+    [
+        (SETUP, DDP, (), {"TEST_GRPO": json.dumps({"num_generations": 16, "scale_rewards": "batch"})}),
+        (SHARDED, FSDP2, ("--train-of-group", "2"), ENV),
+        (CRITIC, FSDP2, (), {**ENV, "TEST_SHARDED": "1"}),
+        (TASKS, DDP, (), {}),
+    ],
+    ids=["a group on both", "a part of each group, sharded", "critic, sharded", "tasks"],
+)
+def test_two_machines_train_as_two_ranks_of_one_to_the_last_bit(
+    setup: Path, example: str, options: tuple[str, ...], env: dict[str, str], tmp_path: Path
+) -> None:
+    steps, one, two = ("--steps", "8", *options), tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    local = ("-n", "1", "--deterministic", "--accelerate-config", str(EXAMPLES / example))
+    finish(one, *local, *steps, setup=setup, **env)
+    with two_machines(two, *steps, setup=setup, example=example, **env) as (first, other):
+        assert (first.wait(), other.wait()) == (0, 0), first.output + other.output
+    assert figures(two) == figures(one)
+    assert sum(step["grad_norm"] > 0.1 for step in figures(one).values()) > 3, "the comparison must see gradients"
+    for weights in ("", "critic") if setup == CRITIC else ("",):
+        saved = [folder / "checkpoints/checkpoint-8" / weights for folder in (one, two)]
+        assert checkpoint_digest(saved[0]) == checkpoint_digest(saved[1])
 
 
 @pytest.mark.skipif(
@@ -158,21 +189,27 @@ def link() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_link_that_goes_down_ends_both_machines_and_each_names_the_other(
-    link: tuple[str, str], tmp_path: Path
+@pytest.mark.parametrize("what", ["link", "machine 0", "machine 1"])
+def test_a_link_or_a_machine_that_goes_down_ends_what_is_left_with_the_name_of_the_other(
+    what: str, link: tuple[str, str], tmp_path: Path
 ) -> None:
     within = [("ip", "netns", "exec", name) for name in link]
     with two_machines(tmp_path, "--steps", "100000", within=within, host="10.43.0.1", **ENV) as (first, other):
         first.wait_until((tmp_path / SAVED).exists, "a checkpoint")
         everybody = family(first, other)
-        subprocess.run(["ip", "-n", link[1], "link", "set", "eth0", "down"], check=True)
+        if what == "link":
+            subprocess.run(["ip", "-n", link[1], "link", "set", "eth0", "down"], check=True)
+        else:
+            lost = first if what == "machine 0" else other
+            for process in (*lost.children(), lost.process):
+                process.kill()
         assert first.wait() != 0 and other.wait() != 0
     until_gone(everybody)
-    assert (
-        f"machine 1 ({socket.gethostname()})" in read(tmp_path / "worker/run.json")["why"]
-        and "has not answered" in first.output
-    )
-    assert "machine 0 (10.43.0.1:" in other.output and "cannot be reached" in other.output
+    if what != "machine 0":
+        missed = f"machine 1 ({socket.gethostname()}) has not answered for 25 s"
+        assert missed in first.output and missed in read(tmp_path / "worker/run.json")["why"]
+    if what != "machine 1":
+        assert "machine 0 (10.43.0.1:" in other.output and "cannot be reached for 25 s" in other.output
 
 
 @pytest.mark.slow
@@ -180,6 +217,7 @@ def test_a_link_that_goes_down_ends_both_machines_and_each_names_the_other(
 def test_a_machine_that_is_frozen_for_long_ends_the_run_and_a_short_stop_does_not(
     tmp_path: Path, seconds: float, survives: bool
 ) -> None:
+    """The terminal of the machine that goes on is closed in the end, which stops the run as Ctrl-C does."""
     with two_machines(tmp_path, "--steps", "100000", **ENV) as (first, other):
         first.wait_until((tmp_path / SAVED).exists, "a checkpoint")
         frozen = [psutil.Process(other.process.pid), *other.children()]
@@ -193,6 +231,9 @@ def test_a_machine_that_is_frozen_for_long_ends_the_run_and_a_short_stop_does_no
         if survives:
             step = max(steps_logged(tmp_path / "worker"))
             first.wait_until(lambda: max(steps_logged(tmp_path / "worker")) > step + 3, "steps after it")
+            os.kill(other.process.pid, signal.SIGHUP)
+            assert (first.wait(), other.wait()) == (0, 0), first.output + other.output
+            assert read(tmp_path / "worker/run.json")["state"] == "stopped"
             return
         assert first.wait() != 0 and other.wait() != 0
     until_gone(frozen[1:])
