@@ -29,6 +29,7 @@ from async_grpo.credit.formulas import (
 from async_grpo.log import logger
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.algorithm import Algorithm
+from async_grpo.setup.rank_share import own_share
 
 HOOKS = ("_calculate_rewards", "_generate", "_generate_and_score_completions")
 
@@ -134,7 +135,8 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
         }
 
     def take_rewards(self, rewards: torch.Tensor, groups: Sequence[RolloutGroup]) -> None:
-        self.batch_rewards, self._served_turns = rewards, [row for group in groups for row in group.rewards_of_turns()]
+        self.batch_rewards = rewards
+        self._served_turns = own_share(self, [row for group in groups for row in group.rewards_of_turns()])
 
     # The advantages of each token
 
@@ -144,11 +146,8 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
-        turns, all_masks = self._served_turns, masks
-        if turns is None:
-            turns = gather_object(self.turn_rewards(masks))
-        if self.accelerator.num_processes > 1:
-            all_masks = gather_object(masks)
+        turns = gather_object(self.turn_rewards(masks) if self._served_turns is None else self._served_turns)
+        all_masks = gather_object(masks)
         advantages = self.token_advantages(output, turns, all_masks)
         output["advantages"] = advantages.to(output["advantages"]) * output["completion_mask"]
         return output

@@ -56,10 +56,11 @@ class Algorithm:
         return {}
 
     def take_rewards(self, rewards: torch.Tensor, groups: Sequence[RolloutGroup]) -> None:
-        """Take what workers scored, in place of `_calculate_rewards`, while TRL assembles a batch of `groups`.
+        """Take what workers scored, in place of `_calculate_rewards`, while TRL assembles a batch.
 
         Args:
-            rewards: of all completions of the groups, [B, F], on the trainer's device.
+            rewards: of all completions of the batch, [B, F], on the trainer's device.
+            groups: of the batch; on another rank than 0 those that it has rows of (`setup.rank_share`).
         """
 
     def teaches_nothing(self, group: RolloutGroup) -> bool:

@@ -4,7 +4,7 @@
     ------                                    ---------
     finds the checkpoint        -- START -->  train from it
     publishes a version         -- GATHER ->  give their shards of the named weights
-    has a batch of groups       -- GROUP -->  train on their share of it (one message a group)
+    has a batch of groups       -- GROUPS ->  take those that they have rows of, each from rank 0 alone
     after a step, a checkpoint  -- GO ----->  continue, or stop after a last checkpoint
     is asked to stop            -- STOP --->  end, with the checkpoint that rank 0 writes now
     refuses to train            -- STOP --->  end
@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest, is_alive
+from async_grpo.setup.rank_share import own_groups
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import BatchInUse, CheckpointFolder
@@ -44,7 +46,6 @@ from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.machines import SILENT_S, Heartbeat, lost_process
 from async_grpo.training.rollout_source import StopTraining
-from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.sharding import sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
 
@@ -65,7 +66,7 @@ class Message(IntEnum):
 
     START = 0
     GATHER = 1
-    GROUP = 2
+    GROUPS = 2
     GO = 3
     STOP = 4
     WAIT = 5
@@ -98,6 +99,19 @@ class Ranks:
         message, size = self._broadcast(torch.zeros(2, dtype=torch.int64, device="cpu")).tolist()
         payload = self._broadcast(torch.empty(size, dtype=torch.uint8, device="cpu")) if size else None
         return Message(message), b"" if payload is None else payload.numpy().tobytes()
+
+    def give(self, rank: int, data: bytes) -> None:
+        """Rank 0: send bytes to one other rank; returns when they are on their way."""
+        for tensor in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            self._guarded(partial(dist.send, tensor, rank, group=self._group))
+
+    def take(self) -> bytes:
+        """Other ranks: the next bytes that rank 0 gives to this one."""
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._guarded(partial(dist.recv, size, LEADER, group=self._group))
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._guarded(partial(dist.recv, data, LEADER, group=self._group))
+        return data.numpy().tobytes()
 
     def refused(self) -> None:
         """Rank 0: there will be no training, and this rank says why. The others end in silence."""
@@ -230,9 +244,13 @@ class Leader:
         give_shards(self._trainer, into.keys(), into)
 
     def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
-        """Send one generation batch, a message a group: the bytes of its file."""
-        for group in groups if self._ranks is not None else ():
-            self._send(Message.GROUP, encode_group(group))
+        """Send each other rank the groups of a generation batch that it has rows of: the bytes of their files."""
+        if self._ranks is None:
+            return
+        self._send(Message.GROUPS)
+        for rank in range(1, self._trainer.args.world_size):
+            for group in groups[own_groups(self._trainer, rank)]:
+                self._ranks.give(rank, encode_group(group))
 
     def go(self, *, stop: bool = False) -> None:
         """All ranks continue; `stop`: only as far as a last checkpoint."""
@@ -292,9 +310,10 @@ class Follower(TrainingEvents):
         self._until(Message.GO)
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
-        count = groups_per_round(self._trainer)
+        self._until(Message.GROUPS)
         self._ranks.says("trains", step=version)
-        return [decode_group(self._until(Message.GROUP)) for _ in range(count)]
+        own = own_groups(self._trainer, self._ranks.rank)
+        return [decode_group(self._ranks.take()) for _ in range(own.start, own.stop)]
 
     def step_done(self) -> bool:
         return self._until(Message.GO) != b"stop"

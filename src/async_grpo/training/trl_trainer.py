@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.overrides import HONOURED, own_dataloader
+from async_grpo.setup.rank_share import own_share
 from async_grpo.setup.replaced import adapter, class_of_trl, original, replaced, users_class
 from async_grpo.setup.trl_compat import AllStepsDone, train_the_rest
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
@@ -37,7 +39,7 @@ from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_o
 from async_grpo.training.groups_for_trl import require_columns, rollout_output, rows_for_trl
 from async_grpo.training.one_dataloader import OneDataLoader
 from async_grpo.training.resumed_settings import InForce, say_if_schedule_begins_again
-from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, longer_half
+from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
 from async_grpo.training.train_of_group import part_of_groups
@@ -58,7 +60,10 @@ class TrainingEvents:
         """The model is on its device and the checkpoint is loaded. No batch has been taken."""
 
     def take_groups(self, version: int) -> Sequence[RolloutGroup]:
-        """Return one generation batch of groups for the trainer at policy version `version`."""
+        """Return the groups of one generation batch for the trainer at policy version `version`.
+
+        On another rank than 0, those of them that it has rows of.
+        """
         raise NotImplementedError
 
     def step_done(self) -> bool:
@@ -136,7 +141,8 @@ class AsyncGRPOMixin(CorrectedLoss):
         for column in sorted({column for group in self._serving for column in group.extra_columns}):
             each = [group.extra_columns.get(column, [None] * len(group.rewards)) for group in self._serving]
             self._log_completion_extra(column, own_share(self, [value for values in each for value in values]))
-        rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving]).to(self.accelerator.device)
+        own_rewards = own_share(self, torch.cat([torch.from_numpy(group.rewards) for group in self._serving]))
+        rewards: torch.Tensor = self.accelerator.gather(own_rewards.to(self.accelerator.device))
         if isinstance(self, Algorithm):
             require_columns(self, self._serving)
             self.take_rewards(rewards, self._serving)
@@ -210,8 +216,7 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
     output = {name: own_share(trainer, values) for name, values in rollout_output(groups).items()}
     trainer.rollout_func = _served_once(output)
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
-    kept = rows_of(groups)
-    trainer.begin_batch(None if kept is None else own_share(trainer, kept))
+    trainer.begin_batch(_kept_rows(trainer, groups))
     try:
         yield
     finally:
@@ -236,23 +241,25 @@ def _served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPO
     return rollout_func
 
 
+def _kept_rows(trainer: Any, groups: Sequence[RolloutGroup]) -> Any:
+    """The sets of kept tokens of this process's rows; None where no rank has any.
+
+    All ranks compute log-probabilities by the same calls: where weights are sharded, they meet in them.
+    """
+    own = torch.tensor([group.kept_tokens is not None for group in groups], device=trainer.accelerator.device)
+    return own_share(trainer, rows_of(groups)) if trainer.accelerator.gather(own.any()[None]).any() else None
+
+
 def _ages_and_lengths(trainer: Any, groups: Sequence[RolloutGroup], device: torch.device) -> dict[str, torch.Tensor]:
-    """The version that sampled each completion of the batch, and whether it is longer than the median."""
+    """The version that sampled each completion of the batch, and whether it is longer than the median of all ranks'."""
     versions = [group.policy_version for group in groups for _ in range(group.job.num_generations)]
-    is_long = longer_half([length for group in groups for length in group.completion_lengths.tolist()])
+    lengths = own_share(trainer, [length for group in groups for length in group.completion_lengths.tolist()])
+    own = torch.tensor(lengths, dtype=torch.long, device=device)
+    middle = median(trainer.accelerator.gather(own).tolist())
     return {
         "policy_version": torch.tensor(own_share(trainer, versions), dtype=torch.long, device=device),
-        "is_long": torch.tensor(own_share(trainer, is_long), dtype=torch.bool, device=device),
+        "is_long": own > middle,
     }
-
-
-def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
-    """The part of a generation batch, one entry a completion, that this process trains on; all, where it is the only.
-
-    TRL cuts a batch into equal parts in the order of ranks, and counts on it when it gathers.
-    """
-    size = len(completions) // trainer.accelerator.num_processes
-    return completions[trainer.accelerator.process_index * size :][:size]
 
 
 def make_async(

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import PeerDiedError
+from async_grpo.queue.codec import decode_group
 from async_grpo.setup.process import StopRequest
 from async_grpo.training import distributed
 from async_grpo.training.distributed import Follower, Leader, Message, Ranks
+from kit.groups import make_group, make_job
 
 
 class FakeRanks:
@@ -18,6 +20,7 @@ class FakeRanks:
 
     def __init__(self, *messages: tuple[Message, bytes]) -> None:
         self.sent = list(messages)
+        self.given: dict[int, list[int]] = {}  # places of prompt groups, by rank
 
     def check_alive(self) -> None: ...
 
@@ -25,6 +28,9 @@ class FakeRanks:
 
     def send(self, message: Message, payload: bytes = b"") -> None:
         self.sent.append((message, payload))
+
+    def give(self, rank: int, data: bytes) -> None:
+        self.given.setdefault(rank, []).append(decode_group(data).job.seq)
 
     def receive(self) -> tuple[Message, bytes]:
         return self.sent.pop(0)
@@ -51,6 +57,16 @@ def test_the_others_wait_on() -> None:
     ranks: Any = FakeRanks((Message.WAIT, b""), (Message.WAIT, b""), (Message.GO, b"stop"))
     follower._ranks = ranks
     assert follower.step_done() is False
+
+
+def test_each_rank_is_given_the_groups_that_it_has_rows_of() -> None:
+    """Six groups of 2 completions, for four ranks of 3: two groups have rows of two ranks."""
+    ranks: Any = FakeRanks()
+    args = SimpleNamespace(world_size=4, generation_batch_size=12)
+    trainer: Any = SimpleNamespace(args=args, accelerator=SimpleNamespace(num_processes=4), num_generations=2)
+    Leader(trainer, ranks, StopRequest()).hand_out([make_group(make_job(seq), 0) for seq in range(6)])
+    assert ranks.sent == [(Message.GROUPS, b"")]
+    assert ranks.given == {1: [1, 2], 2: [3, 4], 3: [4, 5]}
 
 
 @pytest.mark.parametrize(

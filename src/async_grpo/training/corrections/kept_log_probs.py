@@ -33,10 +33,8 @@ PIECE = 1 << 23  # numbers in a piece of the rows of the head, [entries, hidden 
 Row = tuple[np.ndarray, np.ndarray]  # sizes and ids of one completion
 
 
-def rows_of(groups: Sequence[RolloutGroup]) -> list[Row] | None:
-    """The sets of each completion of the groups; None where no group has any."""
-    if all(group.kept_tokens is None for group in groups):
-        return None
+def rows_of(groups: Sequence[RolloutGroup]) -> list[Row]:
+    """The sets of each completion of the groups; of a group that has none, sizes of 0."""
     return [row for group in groups for row in _rows(group)]
 
 
