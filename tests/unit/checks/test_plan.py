@@ -30,7 +30,7 @@ from kit.waiting import is_gone, until
 
 def applied(numbers: Batch, change: str) -> Batch:
     """The numbers after a change that `what_to_set` proposes, as TRL would derive them."""
-    name, _, value = change.partition("=")
+    name, _, value = change.replace("num_processes", "processes").partition("=")
     changed = replace(numbers, **{name: int(value)})
     if name == "gradient_accumulation_steps":
         changed = replace(changed, steps_per_generation=int(value))
@@ -50,6 +50,7 @@ def applied(numbers: Batch, change: str) -> Batch:
         batch(7, group=7 * 3),
         batch(4, group=6, passes=2, gradient_accumulation_steps=8),
         batch(3, group=4, processes=2),
+        batch(2, group=4, processes=3),
         batch(1, group=2),
     ],
 )
@@ -58,6 +59,7 @@ def test_every_proposed_change_alone_makes_the_numbers_fit(numbers: Batch) -> No
     proposals = what_to_set(numbers)
     assert any("num_generations" in text for text in proposals) or numbers.generation_batch_size == 1
     assert any("per_device_train_batch_size" in text for text in proposals)
+    assert any("num_processes" in text for text in proposals) is (numbers.processes > 1)
     for change in proposals:
         assert misfit(applied(numbers, change)) == "", change
 

@@ -84,6 +84,9 @@ def what_to_set(batch: Batch) -> list[str]:
     passes = -(-batch.steps_per_generation // step) * step
     same = batch.steps_per_generation == batch.gradient_accumulation_steps
     advice.append(f"{'gradient_accumulation_steps' if same else 'steps_per_generation'}={passes}")
+    step = group // math.gcd(group, batch.per_device_train_batch_size * batch.steps_per_generation)
+    fewer = batch.processes // step * step  # as of machines that are left
+    advice += [f"num_processes={count}" for count in (fewer, fewer + step) if count and batch.processes > 1]
     return advice
 
 
