@@ -27,7 +27,7 @@ from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.fingerprints import versions
-from async_grpo.setup.process import StopRequest, end_with_parent
+from async_grpo.setup.process import StopRequest, end_with_parent, run_as_rank
 from async_grpo.training import machines
 from async_grpo.training.machines import Heartbeat, TrainerMachine
 
@@ -83,6 +83,8 @@ def join(root: Path, plan: RunPlan, here: TrainerMachine) -> int:
     answer = machines.answer_roll(machines.reach(here, wait_s), here, _about(plan), wait_s)
     stop = StopRequest().install()
     stop.defer()
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup's
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     heartbeat = Heartbeat.of_machine(here, stop=stop)
     try:
         state = shaped(RunState, answer["state"])
@@ -94,7 +96,7 @@ def join(root: Path, plan: RunPlan, here: TrainerMachine) -> int:
         run.write_state(replace(state, plan=own, **run.where_it_is()))
         print(f"run {state.run_id} of {answer['name']} ({here.address}); this machine's record: {run.root}", flush=True)
         os.environ.update(environment(own))
-        code = _start_ranks(own, ["server", "--run-dir", str(run.root)], answer["port"], heartbeat)
+        code = _start_ranks(own, ["server", "--run-dir", str(run.root)], heartbeat)
     except Exception as error:
         heartbeat.say_ended(f"{heartbeat.me} has not started its ranks: {reason_of(error)}")
         raise
@@ -117,7 +119,7 @@ def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
     return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
 
 
-def _start_ranks(plan: RunPlan, command: Sequence[str], port: int, heartbeat: Heartbeat | None) -> int:
+def _start_ranks(plan: RunPlan, command: Sequence[str], heartbeat: Heartbeat | None) -> int:
     """Run this machine's ranks to their end; their exit code. `heartbeat`: where there are other machines."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -125,18 +127,21 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], port: int, heartbeat: He
 
     config = plan.launch.accelerate_config
     assert config is not None, "there are ranks"
-    ranks = ["--config_file", str(config), "--main_process_port", str(port), *_gpu_options(config, os.environ)]
+    ranks = ["--config_file", str(config), "--main_process_port", "0", *_gpu_options(config, os.environ)]
     launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
     asked = launch_command_parser().parse_args([*ranks, *launched])
     if heartbeat is not None:
         here = heartbeat.here
-        asked.machine_rank, asked.main_process_ip = here.number, here.host
+        asked.machine_rank, asked.main_process_ip, asked.same_network = here.number, here.host, True
+        asked.rdzv_backend, asked.rdzv_endpoint = "static", here.address  # torch shares the store: machine 0 has it
         os.environ.update({machines.ADDRESS: here.address, **machines.interface_of(here, os.environ)})
         if here.number > 0:  # Ctrl-C here stops the whole run: rank 0 hears of it, and writes a checkpoint first
-            asked.signals_to_handle = "SIGHUP"  # of others torch would end this machine's ranks
+            asked.signals_to_handle = "SIGQUIT"  # of others torch would end this machine's ranks
     try:
         launch_command(asked)
     except SignalException as stopped:
+        if heartbeat is not None:
+            heartbeat.say_stopped()
         return 0 if stopped.sigval in (signal.SIGTERM, signal.SIGINT) else 1
     except ChildFailedError as failed:  # each rank has said why in the log
         rank, failure = failed.get_first_failure()
@@ -152,25 +157,19 @@ def main(arguments: Sequence[str]) -> int:
     parent_pid, root, *command = arguments
     end_with_parent(int(parent_pid))
     run = RunDir(Path(root))
-    state, port, heartbeat = run.state_of(None), 0, None  # 0: any that is free
+    state, heartbeat = run.state_of(None), None
     try:
         if (here := machine_of(state.plan)) is not None:
-            store, port = machines.hold(here), _free_port(here.host)  # held to the end: ranks meet there
-            answer = {"state": as_json(state), "port": port, "name": socket.gethostname()}
+            store = machines.hold(here)  # to the end: ranks meet there
+            answer = {"state": as_json(state), "name": socket.gethostname()}
             machines.call_roll(store, here, _about(state.plan), answer, state.plan.launch.node_wait)
             heartbeat = Heartbeat.of_machine(here, failed=partial(run.note_failure, state.run_id))
     except AsyncGRPOError as error:
         run.note_failure(state.run_id, reason_of(error))
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return _start_ranks(state.plan, command, port, heartbeat)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return _start_ranks(state.plan, command, heartbeat)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_as_rank(lambda: main(sys.argv[1:]))

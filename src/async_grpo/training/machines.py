@@ -104,6 +104,7 @@ def _store(here: TrainerMachine, listening: int | None = None) -> Store:
         is_master=listening is not None,
         timeout=timedelta(seconds=ANSWER_S),
         wait_for_workers=False,
+        multi_tenant=True,  # torch's own rendezvous is in it as well, and so needs no port of its own
         master_listen_fd=listening,
     )
     return store
@@ -146,8 +147,9 @@ def answer_roll(store: Store, here: TrainerMachine, mine: Mapping[str, Any], wai
             if time.monotonic() > deadline:
                 raise UsageError(f"Machine 0 has not begun within {wait_s:g} s. Its own output says why.")
             time.sleep(BEAT_S / 4)
+            socket.create_connection((here.host, here.port), timeout=ANSWER_S).close()  # `check` waits for ever
         found: dict[str, Any] = json.loads(store.get(_ANSWER))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise PeerDiedError(f"Machine 0 ({here.address}) has ended before the start. Its output says why.") from error
     except BaseException:  # Ctrl-C as well: machine 0 is not to count on this one
         for key in (_about(here.number), f"taken/{here.number}"):
@@ -240,8 +242,10 @@ class Heartbeat:
         self._others = {name: _Other() for name in watched if name != me}
         self._answered_s, self._patience_s = time.monotonic(), patience_s
         self.siblings: Mapping[int, psutil.Process] = {}  # ranks on this machine
-        for loop in (self._exchange, self._judge):
-            threading.Thread(target=loop, name="heartbeat", daemon=True).start()
+        self._over, loops = False, (self._exchange, self._judge)
+        self._threads = [threading.Thread(target=loop, name="heartbeat", daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
 
     @classmethod
     def of_machine(cls, here: TrainerMachine, **options: Any) -> Heartbeat:
@@ -267,6 +271,15 @@ class Heartbeat:
         self._tell(why)
         self.leave()
 
+    def say_stopped(self) -> None:
+        """Tell all ranks that this machine was asked to end, unless rank 0 has ended the training in good order."""
+        key = f"beat/rank 0 on {self.me}"
+        with suppress(RuntimeError, UsageError):
+            store = reach(self.here, 0)
+            if store.check([key]) and shaped(Beat, json.loads(store.get(key))).left:
+                return
+        self.say_ended(f"{self.me} was asked to end")
+
     def lost(self, rank: int, pid: int) -> str:
         """Tell all that a rank of this machine has died; returns what was told first, which others may have died of."""
         return self._tell(f"rank {rank} on {self.me.rpartition(' on ')[2]} (pid {pid}) has died")
@@ -280,9 +293,12 @@ class Heartbeat:
         """This process ends in good order: the others shall not miss it."""
         self.mine.left = True
         time.sleep(3 * BEAT_S)
+        self._over = True
+        for thread in self._threads:  # one that is within torch aborts the process at its end
+            thread.join(2 * BEAT_S)
 
     def _exchange(self) -> None:
-        while True:
+        while not self._over:
             try:
                 self._beat()
             except Exception:  # noqa: BLE001  # mostly torch's: the store is gone, or the link; `_judge` says so in time

@@ -85,6 +85,19 @@ def test_the_printed_command_continues_the_run_as_it_was(launched: Launched, mon
     assert same_but_resumed(*launched)
 
 
+def test_the_printed_command_has_the_place_of_machine_0_and_names_the_others(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "program", lambda: "async-grpo")
+    (config := tmp_path / "two.yaml").write_text("num_machines: 2\nnum_processes: 2\n")
+    place = ("--main-process", "gpu0:29500", "--machine-rank", "0")
+    assert main(["train", "my trainer.py", "-n", "1", "--accelerate-config", str(config), *place]) == 0
+    command, _, more = summary.next_command(runs.STOPPED, RunDir(Path("worker"))).partition("  # ")
+    assert command.endswith("--resume " + " ".join(place)) and "on each other machine its own command" in more
+    assert main(shlex.split(command)[1:]) == 0
+    assert same_but_resumed(*launched)
+
+
 def test_what_may_change_is_changed_and_said(begun: Launched, printed: Says) -> None:
     said = printed("train", "other.py", "--resume", "--steps", "50", "--max-staleness", "2", "--quiet")
     assert "--steps 50 from now on; the run was begun with --steps 30" in said

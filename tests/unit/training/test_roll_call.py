@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,7 +26,8 @@ from kit.waiting import until
 WAIT_S = 60.0
 LONG_S = 100.0  # longer than silence
 ABOUT = {"name": "gpu0", "versions": {"torch": "2.13.0"}, "setup": "abc", "ranks": [2, 4, "FSDP", 2]}
-RUN = {"state": {}, "port": 1}
+RUN = {"state": {}, "name": "gpu0"}
+hearts: list[Heartbeat] = []
 
 
 @pytest.fixture
@@ -84,13 +86,25 @@ def test_a_number_that_is_taken_and_a_machine_0_that_is_not_there_are_refused(he
         machines.answer_roll(held, TrainerMachine(1, 2, here.address), ABOUT, 0)
 
 
+def test_a_machine_0_that_is_gone_without_a_word_ends_the_roll_call(
+    here: TrainerMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without power: what was asked of its store is never answered."""
+    held = machines.hold(here)
+    monkeypatch.setattr(machines.socket, "create_connection", Mock(side_effect=TimeoutError))
+    with pytest.raises(PeerDiedError, match="has ended before the start"):
+        machines.answer_roll(held, TrainerMachine(1, 2, here.address), ABOUT, WAIT_S)
+
+
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The exit codes that heartbeats would have ended with."""
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The exit codes that heartbeats would have ended with. All of them end here."""
     codes: list[int] = []
     monkeypatch.setattr(machines, "leave_at_once", codes.append)
     monkeypatch.setattr(machines, "BEAT_S", 0.02)
-    return codes
+    yield codes
+    while hearts:
+        hearts.pop().leave()
 
 
 def rank(here: TrainerMachine, number: int, **options: Any) -> Heartbeat:
@@ -98,6 +112,7 @@ def rank(here: TrainerMachine, number: int, **options: Any) -> Heartbeat:
     env = {"GROUP_RANK": str(number), "RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     heart = Heartbeat.of_rank({**env, machines.ADDRESS: here.address}, **options)
     assert heart is not None
+    hearts.append(heart)
     return heart
 
 
@@ -172,6 +187,20 @@ def test_what_a_machine_says_of_its_rank_ends_the_others_at_once(
     until(lambda: ends)
     assert "rank 1 on machine 1 (gpu1) ended with exit code -9" in capsys.readouterr().err
     assert heart.mine.left
+
+
+def test_a_machine_that_is_asked_to_end_says_so_unless_rank_0_has_left(
+    here: TrainerMachine, store: Any, ends: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank(here, 1)
+    of_machine, beat = Heartbeat.of_machine(here), "beat/rank 0 on machine 0 (gpu0)"
+    store.set(beat, json.dumps({"count": 3, "left": True}))
+    of_machine.say_stopped()
+    assert not store.check(["ended"])
+    store.delete_key(beat)  # rank 0 still loads
+    of_machine.say_stopped()
+    until(lambda: ends)
+    assert "machine 0 (gpu0) was asked to end" in capsys.readouterr().err
 
 
 def test_a_trainer_on_one_machine_has_no_heartbeat() -> None:
