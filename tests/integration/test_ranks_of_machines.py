@@ -100,6 +100,20 @@ def test_two_machines_train_as_one_process_does_and_a_rank_that_dies_is_named_on
 
 
 @pytest.mark.slow
+def test_a_stop_while_the_ranks_load_is_what_the_other_machine_says(tmp_path: Path) -> None:
+    setup = tmp_path / "loads_for_long.py"
+    loads = (
+        "import os, pathlib, time\nif 'RANK' in os.environ:\n    pathlib.Path(f'rank{os.environ[\"RANK\"]}').touch()\n"
+    )
+    setup.write_text(f"{loads}    time.sleep(1000)\n{SETUP.read_text()}")
+    with two_machines(tmp_path, setup=setup) as (first, other):
+        first.wait_until(lambda: all((tmp_path / f"rank{number}").exists() for number in range(2)), "both to load")
+        os.kill(first.process.pid, signal.SIGINT)
+        assert first.wait() == 130 and other.wait() != 0
+    assert f"machine 0 ({socket.gethostname()}) was asked to end" in other.output
+
+
+@pytest.mark.slow
 def test_the_rank_that_died_is_named_where_each_machine_has_two(tmp_path: Path) -> None:
     """Its neighbours die of it, and none of them is named."""
     with two_machines(tmp_path, "--steps", "100000", ranks_each=2) as (first, other):
