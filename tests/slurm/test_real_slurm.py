@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kit.runs import SETUP, read, steps_logged
+from kit.several_ranks import EXAMPLES
 from kit.waiting import until
 
 if TYPE_CHECKING:
@@ -106,12 +109,12 @@ def jobs() -> str:
     return subprocess.run(["squeue", "--noheader"], check=False, capture_output=True, text=True).stdout
 
 
-def submitted(small_job: SmallJob, log: Path) -> str:
+def submitted(script: str, log: Path, *arguments: str, tasks: int = 1, **env: str) -> str:
     """The number of the job."""
-    options = ["--parsable", "--nodes=1", "--gres=none", "--time=30", f"--output={log}"]
-    command = ["sbatch", *options, "scripts/slurm/multinode_mtl.sh", *small_job.keys]
-    env = {**os.environ, **small_job.env}
-    return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout.strip()
+    options = ["--nodes=1", f"--ntasks={tasks}", f"--ntasks-per-node={tasks}", "--gres=none", "--time=30"]
+    command = ["sbatch", "--parsable", *options, f"--output={log}", f"scripts/slurm/{script}", *arguments]
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, check=True, capture_output=True, text=True)
+    return ran.stdout.strip()
 
 
 def state_of(job: str) -> str:
@@ -119,19 +122,37 @@ def state_of(job: str) -> str:
     return shown.partition("JobState=")[2].split()[0]
 
 
+def near_its_walltime(job: str, log: Path) -> None:
+    """Signal a job as --signal=B:USR1@600 does, and wait for its end."""
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    until(lambda: state_of(job) not in ("RUNNING", "COMPLETING"), deadline_s=DEADLINE_S, said=log.read_text)
+    assert state_of(job) == "COMPLETED", log.read_text()
+    assert "sbatch again continues it" in log.read_text()
+
+
 def test_a_job_writes_a_checkpoint_at_the_signal_and_a_second_one_continues(slurm: Path, small_job: SmallJob) -> None:
     first, again = slurm / "first.out", slurm / "again.out"
-    job = submitted(small_job, first)
+    job = submitted("multinode_mtl.sh", first, *small_job.keys, **small_job.env)
     checkpoint = small_job.output / "checkpoint-10"
     until(checkpoint.is_dir, "a checkpoint", deadline_s=DEADLINE_S, said=lambda: state_of(job) + first.read_text())
-    # as --signal=B:USR1@600 does near the walltime
-    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
-    until(lambda: state_of(job) not in ("RUNNING", "COMPLETING"), deadline_s=DEADLINE_S, said=first.read_text)
-    assert state_of(job) == "COMPLETED", first.read_text()
-    assert "sbatch again continues it" in first.read_text()
-    job = submitted(small_job, again)
+    near_its_walltime(job, first)
+    job = submitted("multinode_mtl.sh", again, *small_job.keys, **small_job.env)
     states = ("PENDING", "RUNNING", "COMPLETING")
     until(lambda: state_of(job) not in states, deadline_s=DEADLINE_S, said=again.read_text)
     assert state_of(job) == "COMPLETED", again.read_text()
     assert "resuming from" in again.read_text()
     assert (small_job.output / "checkpoint-60").is_dir()
+
+
+def test_two_tasks_are_two_machines_of_a_trainer_and_end_at_the_signal(slurm: Path, tmp_path: Path) -> None:
+    log, run_dir, config = slurm / "train.out", tmp_path / "run", tmp_path / "two.yaml"
+    config.write_text((EXAMPLES / "ddp.yaml").read_text().replace("num_machines: 1", "num_machines: 2"))
+    arguments = (str(SETUP), "-n", "1", "--accelerate-config", str(config), "--run-dir", str(run_dir))
+    env = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    more = ("--steps", "100000", "--set", f"output_dir={tmp_path / 'out'}")
+    job = submitted("train.sh", log, *arguments, *more, tasks=2, **env)
+    until(lambda: steps_logged(run_dir), "a step", deadline_s=DEADLINE_S, said=lambda: state_of(job) + log.read_text())
+    near_its_walltime(job, log)
+    assert read(run_dir / "run.json")["state"] == "stopped"
+    assert "machine 1 of 2: asking 127.0.0.1:" in log.read_text()
+    assert (tmp_path / "run-machine1").is_dir()

@@ -60,9 +60,9 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def notes(tmp_path: Path) -> tuple[str, str, list[str]]:
+def notes(tmp_path: Path, name: str = "notes") -> tuple[str, str, list[str]]:
     """Ray's address and nodes, its patience, and the arguments of Python."""
-    cluster, patience, *arguments = (tmp_path / "notes").read_text().split("\0")[:-1]
+    cluster, patience, *arguments = (tmp_path / name).read_text().split("\0")[:-1]
     return cluster, patience, arguments
 
 
@@ -102,6 +102,21 @@ def test_the_signal_before_the_walltime_reaches_the_launcher_alone(job: Job, tmp
     assert "sbatch again continues it" in ended(process)
     assert process.returncode == 0
     assert (tmp_path / "notes.checkpoint").exists()
+
+
+def test_each_task_is_a_machine_of_the_trainer_and_the_signal_reaches_the_first(job: Job, tmp_path: Path) -> None:
+    arguments = ["my_trainer.py", "--accelerate-config", "two.yaml"]
+    of_slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "123456", "SLURMD_NODENAME": "gpu2"}
+    process = job("train.sh", *arguments, nodes=2, ENDS="by-signal", **of_slurm)
+    names = ("notes", "notes.1")
+    until(lambda: all((tmp_path / name).exists() for name in names), deadline_s=DEADLINE_S, process=process)
+    process.send_signal(signal.SIGUSR1)
+    assert "sbatch again continues it" in ended(process)
+    assert process.returncode == 0
+    assert (tmp_path / "notes.checkpoint").exists() and not (tmp_path / "notes.1.checkpoint").exists()
+    for number, name in enumerate(names):
+        where = ["--main-process", "10.0.0.2:23456", "--stop-grace", "500", "--machine-rank", str(number)]
+        assert notes(tmp_path, name) == ("", "", ["-m", "async_grpo.cli", "train", *arguments, *where])
 
 
 def test_a_script_that_is_no_job_says_so(tmp_path: Path) -> None:
