@@ -469,6 +469,13 @@ class LaunchSettings:
     nodes: int | None = setting(
         None, "with --ray: machines, the server's included (default: all of the cluster)", type=positive, metavar="N"
     )
+    trainer_nodes: int = setting(
+        1,
+        "with --ray: machines of the trainer, this one and others on which Ray starts ranks, as many as the accelerate "
+        "configuration has (num_machines) (default: 1)",
+        type=positive,
+        metavar="N",
+    )
     workers_per_node: int | None = setting(
         None,
         "with --ray: workers on each other machine (default: one for each GPU, else 2)",

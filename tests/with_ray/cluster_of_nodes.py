@@ -8,7 +8,7 @@ from ray.cluster_utils import Cluster
 COMMON: dict[str, Any] = {
     "node_ip_address": "127.0.0.2",
     "include_dashboard": False,
-    "num_gpus": 0,
+    "num_gpus": int(sys.argv[2]),  # to Ray; none has to be there
     "object_store_memory": 128 * 2**20,
 }
 

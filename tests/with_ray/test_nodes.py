@@ -23,6 +23,7 @@ from async_grpo.nodes.seat import SILENCE_S
 from async_grpo.queue import quarantined
 from async_grpo.roles.replay import checkpoint_digest
 from kit.runs import ROOT, SETUP, Command, command, finish, lines_of, ran, read, steps_logged
+from kit.several_ranks import EXAMPLES, same_training, same_weights
 from kit.waiting import until, until_gone
 
 pytestmark = pytest.mark.integration
@@ -40,10 +41,10 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def having(run: Command, *words: str) -> list[psutil.Process]:
-    """The processes of the run with these words in their command."""
+def having(run: Command | None, *words: str) -> list[psutil.Process]:
+    """The processes of the run, or of this test, with these words in their command."""
     found = []
-    for child in run.children():
+    for child in psutil.Process().children(recursive=True) if run is None else run.children():
         with suppress(psutil.NoSuchProcess):
             line = " ".join(child.cmdline())
             if all(word in line for word in words):
@@ -184,14 +185,18 @@ def test_a_group_that_kills_its_far_worker_is_given_up_after_three_attempts_in_a
 
 
 @contextmanager
-def a_cluster(nodes: int) -> Iterator[str]:
+def a_cluster(nodes: int, gpus: int = 0) -> Iterator[str]:
     """A cluster of this machine that nobody else uses, in a process of its own; its address."""
     folder = Path(f"/tmp/agrpo-t{os.getpid()}")
     folder.mkdir(mode=0o700)
     env = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     program = Path(__file__).parent / "cluster_of_nodes.py"
     with subprocess.Popen(
-        [sys.executable, str(program), str(nodes)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), str(nodes), str(gpus)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None
@@ -204,9 +209,9 @@ def a_cluster(nodes: int) -> Iterator[str]:
             folder.rmdir()
 
 
-def ran_on_a_cluster(nodes: int, program: str) -> subprocess.CompletedProcess[str]:
+def ran_on_a_cluster(nodes: int, program: str, gpus: int = 0) -> subprocess.CompletedProcess[str]:
     """A program that gets the address of a cluster, and that was run to its end."""
-    with a_cluster(nodes) as address:
+    with a_cluster(nodes, gpus) as address:
         env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-c", program, address]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
@@ -238,6 +243,109 @@ def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         finish(tmp_path, *options, "--workers-per-node", "1", "--run-dir", "run", setup=SETUP)
     assert audit(tmp_path / "run").anomalies == []
     assert str(ROOT) not in (tmp_path / "run" / "nodes.json").read_text()
+
+
+@contextmanager
+def a_trainer_on_nodes(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is said to `train`, for as many machines on a cluster of two nodes. The other node has a worker as well."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    text = (EXAMPLES / "ddp.yaml").read_text().replace("num_machines: 1", f"num_machines: {count}")
+    config = folder / "several.yaml"
+    config.write_text(text.replace("num_processes: 2", f"num_processes: {count}"))
+    with a_cluster(2) as address:
+        of_ray = ["--ray", address, "--workers-per-node", "1", "--trainer-nodes", str(count)]
+        yield ["-n", "1", "--deterministic", "--eval-every", "0", "--accelerate-config", str(config), *of_ray]
+
+
+def test_ranks_on_another_node_train_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, nodes = tmp_path / "here", tmp_path / "nodes"
+    for folder in (here, nodes):
+        folder.mkdir()
+    finish(here, "-n", "1", "--deterministic", "--eval-every", "0", "--steps", "8")
+    with a_trainer_on_nodes(nodes, 2, monkeypatch) as options:
+        finish(nodes, *options, "--steps", "8")
+    same_training(nodes, here, steps=8)
+    same_weights(nodes, here, 8)
+
+
+def test_more_nodes_than_the_cluster_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_trainer_on_nodes(tmp_path, 3, monkeypatch) as options:
+        output = ran("train", str(SETUP), *options, "--node-wait", "2", cwd=tmp_path, code=2)
+    said = "--trainer-nodes 3: after 2 s (--node-wait) no 2 other nodes have room for 0.75 CPU each: node2: 4 of 4 CPUs"
+    assert said in " ".join(output.split()), output
+
+
+@pytest.mark.slow
+def test_the_ranks_of_an_actor_that_is_killed_end_with_it_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        a_trainer_on_nodes(tmp_path, 2, monkeypatch) as options,
+        command("train", str(SETUP), *options, "--steps", "100000", cwd=tmp_path) as run,
+    ):
+        run.wait_until(lambda: steps_logged(tmp_path / "worker"), "a step")
+        actor = having(None, "ray::RanksThere.run")[0]
+        ranks = actor.children()
+        assert ranks
+        actor.kill()
+        until_gone(ranks)
+        assert run.wait() != 0, run.output
+    assert "machine 1 (" in run.output and "has not answered for 25 s" in run.output
+
+
+PLACES = """
+import os
+import sys
+
+from async_grpo.nodes.cluster import Cluster
+
+
+class Ranks:
+    def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def gpus(cluster):
+    return [(machine.gpus, machine.free_gpus) for machine in cluster.machines()]
+
+
+with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="places") as cluster:
+    print(gpus(cluster), cluster.leaves_ranks_their_gpus())
+    ranks = cluster.start_ranks(Ranks, 2, {"CPU": 1, "GPU": 3}, 60.0)
+    print([len(cluster._ray.get(rank.gpus.remote()).split(",")) for rank in ranks])
+    print(gpus(cluster), cluster.leaves_ranks_their_gpus(), gpus(cluster))
+with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="full") as cluster:
+    cluster.start_ranks(Ranks, 1, {"CPU": 1, "GPU": 4}, 60.0)
+    cluster.leaves_ranks_their_gpus()
+    print(gpus(cluster), cluster.here)
+"""
+
+
+def test_workers_get_the_gpus_that_the_ranks_of_a_node_leave() -> None:
+    """A node without such is none to them. The server's node has no ranks of Ray, though it has as many GPUs."""
+    ran = ran_on_a_cluster(3, PLACES, gpus=4)
+    assert ran.stdout.splitlines() == [
+        "[(4, 4), (4, 4)] False",
+        "[3, 3]",
+        "[(4, 1), (4, 1)] True [(1, 1), (1, 1)]",
+        "[(4, 4)] 127.0.0.2",
+    ], ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of mounts need root")
+def test_a_setup_file_that_another_node_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    mine = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && cp "$1" "$0" && shift && exec "$@"')
+    with (
+        a_trainer_on_nodes(tmp_path, 2, monkeypatch) as options,
+        command(
+            "train", str(folder / SETUP.name), *options, cwd=tmp_path, within=(*mine, str(folder), str(SETUP))
+        ) as run,
+    ):
+        assert run.wait() == 2, run.output
+    assert "Machine 1 has not started its ranks: " in run.output and f"{folder / SETUP.name}" in run.output
 
 
 FILLS = """

@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     worker_timeout: float
     ray: str | None
     nodes: int | None
+    trainer_nodes: int
     workers_per_node: int | None
     node_wait: float
     node_dir: str | None

@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -27,7 +28,7 @@ from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.fingerprints import versions
-from async_grpo.setup.process import StopRequest, end_with_parent, run_as_rank
+from async_grpo.setup.process import StopRequest, end_with_parent, leave_at_once, run_as_rank
 from async_grpo.training import machines
 from async_grpo.training.machines import Heartbeat, TrainerMachine
 
@@ -51,7 +52,7 @@ def machine_of(plan: RunPlan) -> TrainerMachine | None:
         return None
     number = ranks.number_of(launch.machine_rank)
     here = TrainerMachine(number, ranks.machines, launch.main_process or ranks.main_process)
-    if not here.address:
+    if not here.address and launch.trainer_nodes == 1:
         raise UsageError(f"{config} has {ranks.machines} machines: say where machine 0 is, --main-process HOST:PORT.")
     if not 0 <= number < ranks.machines or ranks.processes % ranks.machines:
         raise UsageError(
@@ -153,21 +154,30 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], heartbeat: Heartbeat | N
     return 0
 
 
-def main(arguments: Sequence[str]) -> int:
+@contextmanager
+def refusing(run: RunDir, run_id: str) -> Iterator[None]:
+    """End this process at an error of ours in the block, which is said to be why the run has failed."""
+    try:
+        yield
+    except AsyncGRPOError as error:
+        run.note_failure(run_id, reason_of(error))
+        print(f"error: {error}", file=sys.stderr)
+        leave_at_once(error.exit_code)
+
+
+def main(arguments: Sequence[str], all_there: Callable[[], None] = lambda: None) -> int:
+    """Be machine 0 of the trainer, or the only one; the exit code. `all_there` is called after the roll call."""
     parent_pid, root, *command = arguments
     end_with_parent(int(parent_pid))
     run = RunDir(Path(root))
     state, heartbeat = run.state_of(None), None
-    try:
+    with refusing(run, state.run_id):
         if (here := machine_of(state.plan)) is not None:
             store = machines.hold(here)  # to the end: ranks meet there
             answer = {"state": as_json(state), "name": socket.gethostname()}
             machines.call_roll(store, here, _about(state.plan), answer, state.plan.launch.node_wait)
+            all_there()
             heartbeat = Heartbeat.of_machine(here, failed=partial(run.note_failure, state.run_id))
-    except AsyncGRPOError as error:
-        run.note_failure(state.run_id, reason_of(error))
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     return _start_ranks(state.plan, command, heartbeat)
 
 

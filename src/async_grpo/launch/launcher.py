@@ -243,8 +243,8 @@ def _server(plan: RunPlan, run: RunDir) -> Child:
     grace_s, env = plan.launch.stop_grace, environment(plan)
     command = _command("server", run)
     if plan.launch.accelerate_config is not None:
-        entry = [sys.executable, "-Pm", "async_grpo.launch.accelerate_entry"]
-        command = [*entry, str(os.getpid()), str(run.root), "server", "--run-dir", str(run.root)]
+        entry = "async_grpo.nodes.ranks" if plan.launch.trainer_nodes > 1 else "async_grpo.launch.accelerate_entry"
+        command = [sys.executable, "-Pm", entry, str(os.getpid()), str(run.root), "server", "--run-dir", str(run.root)]
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))  # else it kills ranks after 30 s
     return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s)
 

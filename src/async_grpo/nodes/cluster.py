@@ -125,11 +125,14 @@ class Cluster:
         UsageError: there is no such cluster, or this process may not use it.
     """
 
-    def __init__(self, address: str, *, nodes: int, cpus: float, run_id: str) -> None:
+    def __init__(self, address: str, *, nodes: int, cpus: float, run_id: str, shows_output: bool = False) -> None:
         self._local: Any = None
+        self._run_id = run_id
+        self._gpus_of_ranks: dict[str, int] = {}  # of the trainer, by node
         self._folder = _folder_for(run_id) if address == LOCAL else None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
         if self._folder is not None:
             _prepare_local(self._folder)
         else:  # tries to reach the head, of 40 s each where nothing answers: by default it is 20 of them
@@ -141,7 +144,7 @@ class Cluster:
         try:
             if address == LOCAL:
                 address = self._start_local(nodes, cpus)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, log_to_driver=shows_output, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
             self.close()
             raise UsageError(f"--ray {address}: Ray cannot be reached: {error}") from error
@@ -161,8 +164,43 @@ class Cluster:
         from ray._private.state import available_resources_per_node  # Ray has no other way to see what is free
 
         others = [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] != here]
-        free = available_resources_per_node()
-        return sorted((_machine(node, free) for node in others), key=lambda machine: machine.name)
+        free, ranks = available_resources_per_node(), self._gpus_of_ranks
+        found = [_machine(node, free, ranks.get(node["NodeID"], 0)) for node in others]
+        return sorted((it for it in found if it.gpus or not ranks.get(it.node_id)), key=lambda machine: machine.name)
+
+    def start_ranks(self, actor: type, count: int, needs: Mapping[str, float], wait_s: float) -> list[Any]:
+        """An actor on each of `count` other machines, which end with this process. `UsageError`: too few have room."""
+        from ray.util import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        others = {"ray.io/node-id": f"!{self._ray.get_runtime_context().get_node_id()}"}
+        places = [dict(needs)] * count
+        group = placement_group(places, "STRICT_SPREAD", name=self._run_id, bundle_label_selector=[others] * count)
+        if not group.wait(wait_s):
+            there = ", ".join(f"{machine.name}: {machine.free}" for machine in self.machines()) or "this one alone"
+            raise UsageError(
+                f"--trainer-nodes {count + 1}: after {wait_s:g} s (--node-wait) no {count} other nodes have room for "
+                f"{' and '.join(f'{amount:g} {name}' for name, amount in needs.items())} each: {there}. Start Ray on "
+                "others (`ray start --address=…`), free what is used there, or ask for fewer."
+            )
+        remote = self._ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))(actor)
+        ways = (PlacementGroupSchedulingStrategy(group, number) for number in range(count))
+        return [remote.options(scheduling_strategy=way).remote() for way in ways]
+
+    def leaves_ranks_their_gpus(self) -> bool:
+        """Whether `start_ranks` of this run, in another process, has its places: `machines` leaves out their GPUs."""
+        from ray.util import placement_group_table
+
+        for group in placement_group_table().values():
+            if (group["name"], group["state"]) == (self._run_id, "CREATED"):
+                places = group["bundles_to_node_id"].items()
+                self._gpus_of_ranks = {node: int(group["bundles"][number].get("GPU", 0)) for number, node in places}
+        return bool(self._gpus_of_ranks)
+
+    @property
+    def here(self) -> str:
+        """The address of this machine that the others reach."""
+        return str(self._ray.util.get_node_ip_address())
 
     def start(self, machine: Machine, *, workers: int, gpus: int) -> RayNode:
         """An actor with capacity for these workers, on this machine and no other. It may have to wait for it."""
@@ -244,7 +282,7 @@ def answers(address: str) -> bool:
     return True
 
 
-def _machine(node: dict[str, Any], free: Mapping[str, Mapping[str, float]]) -> Machine:
+def _machine(node: dict[str, Any], free: Mapping[str, Mapping[str, float]], gpus_of_ranks: int) -> Machine:
     address, name, has = node["NodeManagerAddress"], node["NodeName"], node["Resources"]
     named = name if name and name != address else node["NodeManagerHostname"]
     left = free.get(node["NodeID"], {})
@@ -253,7 +291,7 @@ def _machine(node: dict[str, Any], free: Mapping[str, Mapping[str, float]]) -> M
         named,
         address=f"{address}:{node['NodeManagerPort']}",
         cpus=float(has.get("CPU", 0)),
-        gpus=int(has.get("GPU", 0)),
+        gpus=int(has.get("GPU", 0)) - gpus_of_ranks,
         free_cpus=float(left.get("CPU", 0)),
         free_gpus=int(left.get("GPU", 0)),
     )

@@ -97,6 +97,8 @@ class _Gate:
     def run(self) -> None:
         if why := self._cluster.open_to_the_network():
             logger.warning("{}. SECURITY.md says how to ask for one", why)
+        while self._launch.trainer_nodes > 1 and not self._cluster.leaves_ranks_their_gpus() and not self._is_over():
+            time.sleep(LOOK_S)
         machines = self._cluster.machines() if self._has_joined else self._wait_for_machines()
         count = self._launch.nodes - 1 if self._launch.nodes else max(len(machines), len(self._has_joined))
         first = self._state.plan.num_workers + 1

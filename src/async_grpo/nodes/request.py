@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from async_grpo.errors import UsageError
 from async_grpo.nodes.tree import packed
 from async_grpo.rundir.run_plan import RunPlan
+from async_grpo.settings import LaunchSettings
+from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.generated.sent_function import VARIABLE
 
 RAY = "2.60"  # the version that is pinned in pyproject.toml
@@ -39,7 +41,25 @@ def check_request(plan: RunPlan, env: Mapping[str, str] = os.environ) -> None:
         )
     if plan.work.server_devices is not None:
         raise UsageError("--server-devices names GPUs of this machine, and with --ray there are others. Leave it out.")
+    if launch.trainer_nodes > 1:
+        _check_ranks(launch)
     packed(plan.config)
+
+
+def _check_ranks(launch: LaunchSettings) -> None:
+    """Raise `UsageError` where Ray cannot start the trainer's ranks of other machines."""
+    ranks = AccelerateConfig.read(launch.accelerate_config)
+    has_place = ranks.machine > 0 or launch.machine_rank is not None or launch.main_process is not None
+    for is_wrong, why in (
+        (launch.ray == "local", "--ray local is of this machine alone. Take a cluster of several: --ray auto."),
+        (has_place, "Ray says which machine is which. Leave out --machine-rank (machine_rank) and --main-process."),
+        (
+            ranks.machines != launch.trainer_nodes,
+            f"the file of --accelerate-config has num_machines: {ranks.machines}. Give both the same number.",
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(f"--trainer-nodes {launch.trainer_nodes}: {why}")
 
 
 def require_ray() -> None:

@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "main_process": (["--main-process", "gpu0:29500"], REFUSED, REFUSED, "the trainer is on one machine"),
     "ray": (["--ray", "local", "--nodes", "2"], None, "plan.launch.ray", "local"),
     "nodes": (["--nodes", "3", "--ray", "local"], None, "plan.launch.nodes", 3),
+    "trainer_nodes": (["--trainer-nodes", "2"], REFUSED, REFUSED, "without --ray all processes are here"),
     "workers_per_node": (["--workers-per-node", "4", "--ray", "auto"], None, "plan.launch.workers_per_node", 4),
     "node_wait": (["--node-wait", "5", "--ray", "gpu1:6379"], None, "plan.launch.node_wait", 5.0),
     "node_dir": (["--node-dir", "/scratch", "--ray", "auto"], None, "plan.launch.node_dir", "/scratch"),

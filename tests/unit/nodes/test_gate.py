@@ -158,6 +158,19 @@ def test_a_machine_whose_gpus_others_use_is_not_counted(run: RunDir) -> None:
     assert "gpu3: 8 of 8 CPUs, 2 of 8 GPUs free, too little for 8 workers (6 CPUs and 8 GPUs)" in said
 
 
+def test_ranks_of_the_trainer_get_their_places_before_workers(
+    run: RunDir, server: ServerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, asked, placed = FakeCluster("gpu2"), [], threading.Event()
+    monkeypatch.setattr(cluster, "leaves_ranks_their_gpus", lambda: asked.append(1) or placed.is_set(), raising=False)
+    gate, stop = a_gate(run, cluster, nodes=2, trainer_nodes=2)
+    with running(gate, stop):
+        until(lambda: len(asked) > 2)
+        assert cluster.started == []
+        placed.set()
+        until(lambda: cluster.started == ["gpu2"])
+
+
 def test_a_lost_machine_that_others_use_meanwhile_is_waited_for_and_said(
     run: RunDir, server: ServerQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,9 @@ def test_the_version_of_ray(found: str | None, words: str, monkeypatch: pytest.M
         ({"ray": "auto"}, {}, {"ASYNC_GRPO_FUNCTION": "3"}, "write it into a file"),
         ({"ray": "auto"}, {"trl": TRLCall([], ".")}, {}, "async-grpo init"),
         ({"ray": "auto"}, {"work": WorkerSettings(server_devices="1")}, {}, "--server-devices names GPUs of this"),
+        ({"ray": "local", "nodes": 3, "trainer_nodes": 3}, {}, {}, "--trainer-nodes 3: --ray local is of this machine"),
+        ({"ray": "auto", "trainer_nodes": 2, "machine_rank": 0}, {}, {}, "Leave out --machine-rank"),
+        ({"ray": "auto", "trainer_nodes": 2}, {}, {}, "has num_machines: 1. Give both the same number"),
         ({"ray": "gpu1:6379"}, {}, {}, ""),
     ],
 )

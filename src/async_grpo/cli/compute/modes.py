@@ -60,7 +60,7 @@ def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], s
     if getattr(args, "ray", None) is None:
         of_any_machines = ("node_wait",) if getattr(args, "accelerate_config", None) is None else ()
         yield (
-            ("nodes", "workers_per_node", "node_dir", *of_any_machines),
+            ("nodes", "trainer_nodes", "workers_per_node", "node_dir", *of_any_machines),
             "without --ray all processes are here. Give --ray auto (or local, to try it), or leave this out.",
         )
         if getattr(args, "num_workers", None) == 0:
