@@ -3,10 +3,11 @@
 #
 #     SHARED_DATA_PATH=/shared/guru BASE_MODEL=/shared/Qwen2.5-32B sbatch scripts/slurm/multinode_math.sh
 #
-# The trainer is on one machine. There 32 B parameters take 16 bytes each, 75 GB on each of 7 GPUs before activations, so
-# this wants GPUs of 141 GB; a critic would take as much again, so it trains without one. On GPUs of 80 GB it waits for a
-# trainer over several machines. `--dry-run` after the script's name says what fits. TRAIN_FILES and VAL_FILES replace the
-# files; further keys, or options of `async-grpo train`, may follow. Never run here: SLURM with several nodes, a GPU, 32 B.
+# The trainer is on all nodes (trainer.trainer_nodes): 32 B parameters take 16 bytes each, 18 GB on each of 4 × 7 GPUs
+# before activations. The last GPU of each node generates, and has them whole: 64 GB in bf16, beside its cache, so this
+# wants GPUs of 141 GB, or on those of 80 GB rollout.gpu_memory_utilization=0.95. The folder of the checkpoints must be
+# one that all nodes share. `--dry-run` after the script's name says what fits. TRAIN_FILES and VAL_FILES replace the files;
+# further keys, or options of `async-grpo train`, may follow. Never run here: SLURM with several nodes, a GPU, 32 B.
 #SBATCH --job-name=async-grpo-math
 #SBATCH --nodes=4
 #SBATCH --gres=gpu:8

@@ -69,21 +69,21 @@ def notes(tmp_path: Path, name: str = "notes") -> tuple[str, str, list[str]]:
 @pytest.mark.parametrize("script", ["multinode_mtl.sh", "multinode_math.sh"])
 def test_all_nodes_run_one_program_whose_keys_there_are(job: Job, tmp_path: Path, script: str) -> None:
     process = job(
-        script, "trainer.total_epochs=1", "--dry-run", nodes=3, SLURM_GPUS_ON_NODE="8", FLASH_ATTENTION_DISABLE="1"
+        script, "trainer.total_epochs=1", "--dry-run", nodes=4, SLURM_GPUS_ON_NODE="8", FLASH_ATTENTION_DISABLE="1"
     )
     assert (ended(process), process.returncode) == ("", 0)
     cluster, patience, arguments = notes(tmp_path)
-    assert (cluster, patience) == ("gpu2:6379 3", "300")
+    assert (cluster, patience) == ("gpu2:6379 4", "300")
     assert arguments[0] == "scripts/main_ppo.py"
     assert arguments[-3:] == ["--dry-run", "--stop-grace", "500"]
     keys = Keys.read(arguments[1:-3])
     assert not keys.without_effect
-    assert keys["trainer.nnodes"] == 3
+    assert (keys["trainer.nnodes"], keys["trainer.trainer_nodes"]) == (4, None), "it trains on all"
     assert keys["trainer.n_gpus_per_node"] == 8
     assert keys["trainer.total_epochs"] == 1, "what is given replaces what the script has"
     assert keys["actor_rollout_ref.model.override_config.attn_implementation"] == "sdpa"
     assert "/data/math__combined_54.4k.parquet" in keys["data.train_files"]
-    Steps.of(keys, ranks=keys["async.trainer_gpus_per_node"] or 4)
+    Steps.of(keys, ranks=4 * (keys["async.trainer_gpus_per_node"] or 4))
 
 
 def test_one_node_needs_no_ray_and_the_job_ends_as_its_program(job: Job, tmp_path: Path) -> None:

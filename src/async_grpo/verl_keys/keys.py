@@ -1,7 +1,7 @@
 """`key=value`, as verl's `main_ppo` takes it: which keys there are, their types and their defaults.
 
 The names and defaults are those of verl 0.9.1 (`trainer/config/_generated_ppo_trainer.yaml`); `mtl.*` and
-`trainer.early_stopping_*` are of Reasoning360's fork, `async.*` is ours.
+`trainer.early_stopping_*` are of Reasoning360's fork, `async.*` and `trainer.trainer_nodes` are ours.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ KEYS: Mapping[str, Key] = {
     "trainer.total_epochs": Key(Count, 30),
     "trainer.total_training_steps": Key(Count, None),
     "trainer.nnodes": Key(Count, 1),
+    "trainer.trainer_nodes": Key(Count, None),
     "trainer.n_gpus_per_node": Key(Count, None),
     "trainer.device": Key(("cuda", "cpu"), None),
     "trainer.val_before_train": Key(bool, True),

@@ -26,10 +26,11 @@ from async_grpo.tasks.task_files import cut, files_by_task
 from async_grpo.verl_keys.keys import ACTOR, KEYS, MODEL, ROLLOUT, Keys
 from async_grpo.verl_keys.steps import Steps, total_steps
 
-_TRAIN = "async.trainer_gpus_per_node"
+_TRAIN, _MACHINES = "async.trainer_gpus_per_node", "trainer.trainer_nodes"
 _FSDP2 = """\
 distributed_type: FSDP
-num_processes: {ranks}
+num_machines: {machines}
+num_processes: {processes}
 gpu_ids: {gpus}
 mixed_precision: "no"
 fsdp_config:
@@ -78,9 +79,11 @@ class VerlRun:
         check_own(_folder(self.keys).resolve())
         make_folder(self.setup_file.parent)
         self.setup_file.write_text(self.setup)
-        if (ranks := self.keys[_TRAIN]) > 1:
+        ranks, machines = self.keys[_TRAIN], self.keys[_MACHINES]
+        if (processes := ranks * machines) > 1:
             gpus = ",".join(map(str, range(ranks)))
-            _accelerate_file(self.keys).write_text(_FSDP2.format(ranks=ranks, gpus=gpus))
+            text = _FSDP2.format(machines=machines, processes=processes, gpus=gpus)
+            _accelerate_file(self.keys).write_text(text)
 
 
 def run_dir(keys: Keys) -> RunDir:
@@ -105,7 +108,9 @@ def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
     held_out = _files(keys["data.val_files"])
     _refuse_contradictions(keys)
     devices = Devices.of(keys, visible_gpus)
-    steps = Steps.of(keys, devices.ranks)
+    nodes = keys["trainer.nnodes"]
+    machines = keys[_MACHINES] or nodes
+    steps = Steps.of(keys, devices.ranks * machines)
     rows = load(training)
     total, whence = total_steps(keys, len(rows))
     decided = {
@@ -117,14 +122,14 @@ def planned(keys: Keys, visible_gpus: Callable[[], int]) -> VerlRun:
         "trainer.logger": trackers(keys),
         "trainer.device": "cuda" if devices.trainers else CPU,
         _TRAIN: devices.ranks,
+        _MACHINES: machines,
     }
     complete = Keys({**keys.given, **decided})
-    others = keys["trainer.nnodes"] - 1
     lines = [
         *keys.without_effect,
         *(f"{name} has no effect here: {why}" for name, why in _idle(keys.given, complete)),
         f"devices: {devices.sentence}",
-        *([f"nodes: {counted(others, 'other machine')} on Ray, which only generate"] if others else []),
+        *([f"nodes: Ray has {nodes}, the trainer is on {machines} ({_MACHINES})"] if nodes > 1 else []),
         f"batch: {steps.prompts:,} prompts × {counted(steps.completions, 'completion')}, "
         f"{counted(steps.updates, 'optimizer step')} for each step of verl",
         f"training: {steps.both(total)} ({whence})",
@@ -201,13 +206,14 @@ def _folder(keys: Keys) -> Path:
 def _refuse_contradictions(keys: Keys) -> None:
     in_reward, in_loss = keys["algorithm.use_kl_in_reward"], keys[f"{ACTOR}.use_kl_loss"]
     engine, patience = f"{ROLLOUT}.tensor_model_parallel_size", "trainer.early_stopping_patience"
-    served = keys[engine] > 1
+    served, nodes, machines = keys[engine] > 1, keys["trainer.nnodes"], keys[_MACHINES] or 1
     for is_wrong, why in (
         (in_reward and in_loss, f"there is one coefficient: algorithm.use_kl_in_reward, or {ACTOR}.use_kl_loss."),
         (in_reward and not keys.is_ppo, f"algorithm.use_kl_in_reward is of gae. With grpo take {ACTOR}.use_kl_loss."),
         (not keys.is_ppo and keys[f"{ROLLOUT}.n"] == 1, f"grpo compares completions: {ROLLOUT}.n must be at least 2."),
         (served and keys[f"{ROLLOUT}.name"] == "hf", f"{engine} is of a vLLM server: take {ROLLOUT}.name=vllm."),
-        (served and keys["trainer.nnodes"] > 1, f"{engine} is of a vLLM server on one machine: take trainer.nnodes=1."),
+        (machines > nodes, f"{_MACHINES}={machines} are more than trainer.nnodes={nodes}."),
+        (served and nodes > 1, f"{engine} is of a vLLM server on one machine: take trainer.nnodes=1."),
         (keys[patience] > 0 and not keys.evaluates, f"{patience} needs data.val_files and trainer.test_freq."),
     ):
         if is_wrong:
@@ -227,7 +233,7 @@ def _frequencies(keys: Keys, steps: Steps) -> Iterator[str]:
 def _options(keys: Keys, steps: Steps, devices: Devices) -> dict[str, Any]:
     options = {
         "steps": keys["trainer.total_training_steps"] * steps.updates,
-        **devices.options(keys["trainer.nnodes"], _accelerate_file(keys)),
+        **devices.options(keys["trainer.nnodes"], keys[_MACHINES], _accelerate_file(keys)),
         "generator": "vllm-server" if devices.of_a_server > 1 else keys[f"{ROLLOUT}.name"],
     }
     if not keys.evaluates:
@@ -304,19 +310,26 @@ class Devices:
     def ranks(self) -> int:
         return max(1, self.trainers)
 
-    def options(self, nodes: int, accelerate: Path) -> dict[str, Any]:
-        """Options of `train` by name, `accelerate` being the file of the configuration."""
-        # On other machines each GPU has a worker.
-        others = {"ray": "auto", "nodes": nodes, "workers_per_node": self.trainers + self.generators or None}
-        options = others if nodes > 1 else {}
+    def options(self, nodes: int, machines: int, accelerate: Path) -> dict[str, Any]:
+        """Options of `train` by name, of a trainer on `machines` of the nodes, `accelerate` being its configuration."""
+        options = self._on_ray(nodes, machines) if nodes > 1 else {}
         if not self.trainers:
-            return {"master_device_id": CPU, **options}
+            return {"master_device_id": CPU, **options, **({"accelerate_config": accelerate} if machines > 1 else {})}
         generating = [*range(self.trainers, self.trainers + self.generators)] or [0]
         if self.of_a_server > 1:
             options["server_devices"] = generating[: self.of_a_server]
             generating = generating[:1]
         options["worker_device_ids"] = generating
-        if self.ranks == 1:
+        if self.ranks * machines == 1:
             return {"master_device_id": 0, **options}
         # With --weights ipc the first GPU would have the published versions of the whole model beside its shard.
         return {**options, "accelerate_config": accelerate, "weights": "host"}
+
+    def _on_ray(self, nodes: int, machines: int) -> dict[str, Any]:
+        """On other nodes each GPU that trains nothing has a worker."""
+        only_train = machines - 1 if self.trainers and not self.generators else 0
+        workers = {1: self.trainers + self.generators, nodes: self.generators}.get(
+            machines
+        )  # else as many as there are
+        own = {"trainer_nodes": machines} if machines > 1 else {}
+        return {"ray": "auto", "nodes": nodes - only_train, "workers_per_node": workers or None, **own}

@@ -55,7 +55,7 @@ def trainer_from(values: Mapping[str, Any], **more: Any) -> GRPOTrainer:
 
 def fields_of(keys: Keys) -> dict[str, Any]:
     """Fields of a `PPOConfig`; those that a `GRPOConfig` has not are of the critic."""
-    steps = Steps.of(keys, keys["async.trainer_gpus_per_node"])
+    steps = Steps.of(keys, keys["async.trainer_gpus_per_node"] * (keys["trainer.trainer_nodes"] or 1))
     on_gpu, in_reward = keys["trainer.device"] != CPU, keys["algorithm.use_kl_in_reward"]
     low, high = (keys[f"{ACTOR}.clip_ratio_{side}"] for side in ("low", "high"))
     warmup, save = keys[f"{ACTOR}.optim.lr_warmup_steps"], keys["trainer.save_freq"]

@@ -26,7 +26,7 @@ from async_grpo.verl_keys.run import trackers
 from async_grpo.verl_keys.steps import Steps
 from async_grpo.verl_keys.trainer import fields_of
 
-FOLDER, TRAIN = "trainer.default_local_dir", "async.trainer_gpus_per_node"
+FOLDER, TRAIN, MACHINES = "trainer.default_local_dir", "async.trainer_gpus_per_node", "trainer.trainer_nodes"
 SHARDED = "--accelerate-config=OUT/setup/accelerate.yaml --weights=host"
 PAGE = (Path(__file__).parents[3] / "docs" / "ppo.md").read_text()
 
@@ -97,9 +97,24 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
             8,
             f"--worker-device-ids=4 --server-devices=4,5,6,7 {SHARDED} --generator=vllm-server",
         ),
-        (("trainer.nnodes=3",), 0, "--master-device-id=cpu --ray=auto --nodes=3"),
         (
-            ("trainer.nnodes=3", f"+{TRAIN}=1"),
+            ("trainer.nnodes=2",),
+            0,
+            f"--master-device-id=cpu --ray=auto --nodes=2 --trainer-nodes=2 {SHARDED.partition(' ')[0]}",
+        ),
+        (("trainer.nnodes=3", f"{MACHINES}=1"), 0, "--master-device-id=cpu --ray=auto --nodes=3"),
+        (
+            ("trainer.nnodes=2",),
+            8,
+            f"--worker-device-ids=4,5,6,7 --ray=auto --nodes=2 --workers-per-node=4 --trainer-nodes=2 {SHARDED}",
+        ),
+        (
+            ("trainer.nnodes=3", f"{MACHINES}=2"),
+            1,
+            f"--worker-device-ids=0 --ray=auto --nodes=2 --trainer-nodes=2 {SHARDED}",
+        ),
+        (
+            ("trainer.nnodes=3", f"+{TRAIN}=1", f"{MACHINES}=1"),
             8,
             "--master-device-id=0 --worker-device-ids=1,2,3,4,5,6,7 --ray=auto --nodes=3 --workers-per-node=8",
         ),
@@ -113,7 +128,9 @@ def test_gpus_that_train_and_that_generate(plan: Plan, keys: tuple[str, ...], gp
     build_parser().parse_args(["FILE", *given])
     run.write()
     sharded = run.options.get("accelerate_config")
-    assert run.keys[TRAIN] == (AccelerateConfig.read(sharded).processes if sharded else 1)
+    found = AccelerateConfig.read(sharded)
+    assert (run.keys[TRAIN] * run.keys[MACHINES], run.keys[MACHINES]) == (found.processes, found.machines)
+    assert fields_of(run.keys)["per_device_train_batch_size"] <= 16 / found.processes
 
 
 TEXTS = st.text(max_size=8) | st.sampled_from(
@@ -146,6 +163,7 @@ def test_any_text_is_a_value_or_a_sentence(name: str, text: str) -> None:
             ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
             "is of a vLLM server on one machine: take trainer.nnodes=1",
         ),
+        ((f"{MACHINES}=2",), "trainer.trainer_nodes=2 are more than trainer.nnodes=1"),
         ((f"{ACTOR}.ppo_mini_batch_size=6",), "Nearest: data.train_batch_size=12 or 18, or .*mini_batch_size=4 or 8"),
         ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",), "does not divide. Nearest: 4 or 8"),
         (("data.train_batch_size=320",), "the files have 160 rows. Take at most 160"),
