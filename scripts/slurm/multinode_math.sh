@@ -6,8 +6,9 @@
 # The trainer is on all nodes (trainer.trainer_nodes): 32 B parameters take 16 bytes each, 18 GB on each of 4 × 7 GPUs
 # before activations. The last GPU of each node generates, and has them whole: 64 GB in bf16, beside its cache, so this
 # wants GPUs of 141 GB, or on those of 80 GB rollout.gpu_memory_utilization=0.95. The folder of the checkpoints must be
-# one that all nodes share. `--dry-run` after the script's name says what fits. TRAIN_FILES and VAL_FILES replace the files;
-# further keys, or options of `async-grpo train`, may follow. Never run here: SLURM with several nodes, a GPU, 32 B.
+# one that all nodes share. `--dry-run` after the script's name says what fits. TRAIN_FILES and VAL_FILES replace the
+# files; further keys, or options of `async-grpo train`, may follow. Never run here: SLURM with several nodes, a GPU,
+# 32 B.
 #SBATCH --job-name=async-grpo-math
 #SBATCH --nodes=4
 #SBATCH --gres=gpu:8

@@ -3,10 +3,10 @@
 #
 #     SHARED_DATA_PATH=/shared/guru BASE_MODEL=/shared/Qwen2.5-7B sbatch scripts/slurm/multinode_mtl.sh
 #
-# It trains on half of the GPUs of all nodes, and generates on the others; the folder of the checkpoints must be one that
-# all nodes share. `--nodes 1` tries it on one machine. TRAIN_FILES replaces the files; further keys, or options of
-# `async-grpo train`, may follow the name of the script. Rows of codegen need ASYNC_GRPO_RUN_MODEL_CODE=1, those of stem_web a judge at
-# STEM_LLM_JUDGE_URL. Never run here: SLURM with several nodes, a GPU, these files.
+# It trains on half of the GPUs of all nodes, and generates on the others; the folder of the checkpoints must be one
+# that all nodes share. `--nodes 1` tries it on one machine. TRAIN_FILES replaces the files; further keys, or options of
+# `async-grpo train`, may follow the name of the script. Rows of codegen need ASYNC_GRPO_RUN_MODEL_CODE=1, those of
+# stem_web a judge at STEM_LLM_JUDGE_URL. Never run here: SLURM with several nodes, a GPU, these files.
 #SBATCH --job-name=async-grpo-mtl
 #SBATCH --nodes=4
 #SBATCH --gres=gpu:8

@@ -43,9 +43,10 @@ train() {
         "$python" -m async_grpo.cli train "$@" --main-process "$address" --stop-grace 500
 }
 
-# in_tasks OPTION-OF-SRUN ... PROGRAM: runs srun to its end, and returns its exit code. SLURM's signal goes to this script
-# alone (B:). It is passed on to the launcher alone: SLURM's own SIGTERM ends every process of the job, also Ray's, before
-# there is a checkpoint. This script and the launcher, whose pid comes into the file $LAUNCHER_PID, are on one host.
+# in_tasks OPTION-OF-SRUN ... PROGRAM: runs srun to its end, and returns its exit code. SLURM's signal goes to this
+# script alone (B:). It is passed on to the launcher alone: SLURM's own SIGTERM ends every process of the job, also
+# Ray's, before there is a checkpoint. This script and the launcher, whose pid comes into the file $LAUNCHER_PID, are on
+# one host.
 in_tasks() {
     local step code interrupted=1
     LAUNCHER_PID=$(mktemp)

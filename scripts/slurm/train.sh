@@ -3,9 +3,9 @@
 #
 #     sbatch --nodes=2 scripts/slurm/train.sh my_trainer.py --accelerate-config two.yaml --worker-device-ids 6,7
 #
-# two.yaml has `num_machines: 2`. All that follows the name of the script is said to `async-grpo train` on each node, and
-# `--main-process HOST:PORT --machine-rank R` with it. Workers are on the first node. `--resume` continues. Never run here:
-# SLURM with several nodes, a GPU.
+# two.yaml has `num_machines: 2`. All that follows the name of the script is said to `async-grpo train` on each node,
+# and `--main-process HOST:PORT --machine-rank R` with it. Workers are on the first node. `--resume` continues. Never
+# run here: SLURM with several nodes, a GPU.
 #SBATCH --job-name=async-grpo
 #SBATCH --nodes=2
 #SBATCH --gres=gpu:8

@@ -24,6 +24,7 @@ from async_grpo.queue import quarantined
 from async_grpo.roles.replay import checkpoint_digest
 from kit.runs import ROOT, SETUP, Command, command, finish, lines_of, ran, read, steps_logged
 from kit.several_ranks import EXAMPLES, same_training, same_weights
+from kit.verl_files import write_model_and_tasks
 from kit.waiting import until, until_gone
 
 pytestmark = pytest.mark.integration
@@ -285,6 +286,9 @@ def test_the_ranks_of_an_actor_that_is_killed_end_with_it_and_are_named(
         command("train", str(SETUP), *options, "--steps", "100000", cwd=tmp_path) as run,
     ):
         run.wait_until(lambda: steps_logged(tmp_path / "worker"), "a step")
+        having(run, "async_grpo.cli nodes")[0].kill()  # the gate, which they do not need
+        log = tmp_path / "worker" / "log_nodes.txt"
+        run.wait_until(lambda: log.read_text().count("node2 joins as dev2") == 2, "the node's worker again")
         actor = having(None, "ray::RanksThere.run")[0]
         ranks = actor.children()
         assert ranks
@@ -426,6 +430,22 @@ def test_weights_that_a_frozen_machine_has_too_are_waited_for_as_long_as_was_ask
     ran = ran_on_a_cluster(3, FETCHES)
     late, is_late_again = ran.stdout.split()
     assert int(late) > 0 and is_late_again == "False", ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_keys_of_verl_train_on_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy and a critic, gradients by PCGrad, sharded over both nodes."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    files, actor = write_model_and_tasks(tmp_path), "actor_rollout_ref.actor"
+    keys = [f"data.train_files={files}", f"actor_rollout_ref.model.path={tmp_path / 'model'}", "trainer.nnodes=2"]
+    keys += ["data.train_batch_size=16", f"{actor}.ppo_mini_batch_size=16", "data.max_response_length=3"]
+    keys += ["trainer.device=cpu", "trainer.total_training_steps=4", f"trainer.default_local_dir={tmp_path / 'out'}"]
+    with a_cluster(2) as address:
+        options = ("mtl.method=pcgrad", "--ray", address, "-n", "1", "--workers-per-node", "1")
+        output = ran(*keys, *options, cwd=tmp_path, script=ROOT / "scripts" / "main_ppo.py")
+    assert "nodes: Ray has 2, the trainer is on 2 (trainer.trainer_nodes)" in output
+    assert len(read(tmp_path / "out/run/ranks.json")) == 1 and steps_logged(tmp_path / "out/run") == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

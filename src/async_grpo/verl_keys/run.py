@@ -31,7 +31,7 @@ _FSDP2 = """\
 distributed_type: FSDP
 num_machines: {machines}
 num_processes: {processes}
-gpu_ids: {gpus}
+gpu_ids: "{gpus}"
 mixed_precision: "no"
 fsdp_config:
   fsdp_version: 2
