@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from async_grpo.roles.replay import checkpoint_digest
+from kit.namespaces import two_namespaces, why_no_namespaces
 from kit.runs import IN_MID_BATCH, SETUP, Command, audited, command, finish, read, steps_logged
 from kit.several_ranks import EXAMPLES, figures, ranks, same_training, same_weights
 from kit.waiting import until_gone
@@ -181,25 +181,30 @@ def test_a_folder_of_checkpoints_that_the_machines_do_not_share_is_refused(tmp_p
 @pytest.fixture
 def link() -> Iterator[tuple[str, str]]:
     """Two network namespaces with a link, 10.43.0.1 and 10.43.0.2."""
-    names = tuple(f"trainer{number}-{os.getpid()}" for number in range(2))
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root, and `ip` of iproute2")
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for number, name in enumerate(names, start=1):
-            ip("-n", name, "addr", "add", f"10.43.0.{number}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
+    if why := why_no_namespaces():
+        pytest.skip(why)
+    with two_namespaces() as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_the_doctor_names_the_link_between_two_machines_and_a_machine_behind_one_that_is_down(
+    link: tuple[str, str], tmp_path: Path
+) -> None:
+    (config := tmp_path / "two.yaml").write_text(json.dumps({"num_machines": 2, "num_processes": 2}))
+    arguments = ["doctor", "--json", "--accelerate-config", str(config), "--main-process", "10.43.0.1:29500"]
+
+    def found(number: int, *options: str) -> Command:
+        rank = ("--machine-rank", str(number), *options)
+        return Command([*arguments, *rank], tmp_path, within=("ip", "netns", "exec", link[number]))
+
+    both = [found(0), found(1)]
+    for doctor in both:
+        assert doctor.wait() == 0, doctor.output
+        assert "64 MB to all others by gloo on eth0: " in doctor.output
+    subprocess.run(["ip", "-n", link[1], "link", "set", "eth0", "down"], check=True)
+    alone = found(0, "--node-wait", "5")
+    assert alone.wait() == 1 and "of --machine-rank 1 nothing was heard within 5 s" in alone.output, alone.output
 
 
 @pytest.mark.slow

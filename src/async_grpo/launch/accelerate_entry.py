@@ -32,7 +32,7 @@ from async_grpo.setup.process import StopRequest, end_with_parent, leave_at_once
 from async_grpo.training import machines
 from async_grpo.training.machines import Heartbeat, TrainerMachine
 
-_EQUAL = ("torch", "transformers", "trl", "accelerate", "peft")  # on all machines
+EQUAL = ("torch", "transformers", "trl", "accelerate", "peft")  # on all machines
 
 
 def machine_of(plan: RunPlan) -> TrainerMachine | None:
@@ -111,7 +111,7 @@ def _about(plan: RunPlan) -> dict[str, Any]:
     config = AccelerateConfig.read(plan.launch.accelerate_config)
     ranks = [config.machines, config.processes, config.kind, config.fsdp_version]
     setup = sha256(plan.config.read_bytes()).hexdigest()
-    return {"name": socket.gethostname(), "versions": versions(*_EQUAL), "setup": setup, "ranks": ranks}
+    return {"name": socket.gethostname(), "versions": versions(*EQUAL), "setup": setup, "ranks": ranks}
 
 
 def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:

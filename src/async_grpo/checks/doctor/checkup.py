@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from async_grpo.checks.doctor import gpu, machine, setup_check
+from async_grpo.checks.doctor import gpu, link, machine, setup_check
 from async_grpo.checks.doctor.finding import Asked, Check, Finding
 
 CHECKS: list[Check] = [
@@ -16,6 +16,7 @@ CHECKS: list[Check] = [
     machine.run_directory,
     gpu.torch_and_weights,
     machine.cluster,
+    link.trainer_link,
     setup_check.setup_file,
 ]
 

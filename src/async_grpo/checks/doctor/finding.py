@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo.formatting import counted, printable
+from async_grpo.training.machines import TrainerMachine
 
 
 class Level(StrEnum):
@@ -41,6 +42,8 @@ class Asked:
     values: Mapping[str, str] | None = None  # of `--set`
     gpu_memory: int | None = None  # bytes of each GPU that the run is planned for
     ray: str | None = None  # address of a cluster
+    machine: TrainerMachine | None = None  # which this is of a trainer on several
+    node_wait: float = 60.0  # seconds to wait for the others
 
 
 Check = Callable[[Asked], Iterator[Finding]]

@@ -17,6 +17,8 @@ EXAMPLES = """\
   async-grpo doctor                             this machine, and worker/ as the run directory
   async-grpo doctor --config my_trainer.py      also the trainer that the file returns: batches, lengths, memory
   async-grpo doctor --ray auto                  also the other machines of a Ray cluster: versions, token, a call
+  async-grpo doctor --accelerate-config two.yaml --main-process gpu0:29500 --machine-rank 0
+                                                on each machine of a trainer (0, 1, ...): who is there, and the link
   async-grpo doctor --json                      for scripts; exit code 1 where there is an error
   async-grpo doctor --dump worker               one archive about a run that hangs or failed, for a bug report"""
 
@@ -33,7 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     options.add_settings(parser, TrainingSettings, "set")
     options.add_gpu_memory(parser)
-    options.add_settings(parser, LaunchSettings, "ray")
+    options.add_settings(
+        parser, LaunchSettings, "ray", "accelerate_config", "machine_rank", "main_process", "node_wait"
+    )
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -57,19 +61,24 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from async_grpo.checks.doctor.checkup import findings
     from async_grpo.checks.doctor.finding import Asked, Level, line, verdict
+    from async_grpo.launch.accelerate_entry import machine_of
+    from async_grpo.rundir.run_plan import RunPlan
 
     if args.set and args.config is None:
         raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")
     if args.gpu_memory is not None and args.config is None:
         raise UsageError("--gpu-memory is for the model of a setup file: add --config FILE.")
     config = None if args.config is None else setup_file(args.config).absolute()
+    launch = options.gathered(LaunchSettings, args)
+    machine = machine_of(RunPlan(config=Path(), launch=launch))
     if config is not None:
         print(
             f"The checks of {args.config} come last: its get_trainer() may take a while to load the model.",
             file=sys.stderr,
         )
     found = []
-    for finding in findings(Asked(args.run_dir, config, args.set, args.gpu_memory, args.ray)):
+    asked = Asked(args.run_dir, config, args.set, args.gpu_memory, args.ray, machine, args.node_wait)
+    for finding in findings(asked):
         found.append(finding)
         if not args.json:
             print(line(finding, colour=sys.stdout.isatty()), flush=True)
