@@ -6,13 +6,13 @@ DeepSpeed's stages 1 and 2 shard gradients and optimizer state only: every rank 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,8 @@ from async_grpo.formatting import counted
 from async_grpo.setup.fingerprints import whole_shape
 from async_grpo_ipc import Blueprint
 
+BUCKET_BYTES = 64 * 2**20  # that a gather takes beyond what it fills
+_COPIES = 2  # of a bucket: gloo gathers into memory of its own
 DEEPSPEED, FSDP = "DeepSpeed", "FSDP"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing and torch.compile rename
 
@@ -38,7 +40,8 @@ class Sharding(ABC):
     ) -> None:
         """Gather the named parameters; every rank calls it with the same names.
 
-        Besides its shards, no rank holds more than one whole parameter at a time.
+        Besides its shards, rank 0 holds `BUCKET_BYTES` at a time, or a row of each rank; of DeepSpeed each rank
+        holds one whole parameter.
 
         Args:
             names: as before the model was sharded.
@@ -48,19 +51,15 @@ class Sharding(ABC):
         self._prepare(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                original = _original_name(name)
-                if original not in names:
-                    continue
-                with self._whole(parameter, device) as whole:
-                    if into is not None:
-                        into[original].copy_(whole)
+                if (original := _original_name(name)) in names:
+                    self._copy(parameter, device, None if into is None else into[original])
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> None: ...
 
     @abstractmethod
-    def _whole(self, parameter: Tensor, device: torch.device) -> AbstractContextManager[Tensor]:
-        """The whole parameter, inside this block. All ranks enter it for the same parameter."""
+    def _copy(self, parameter: Tensor, device: torch.device, into: Tensor | None) -> None:
+        """Copy the whole parameter. All ranks call this for the same one."""
 
 
 class Fsdp2(Sharding):
@@ -72,13 +71,30 @@ class Fsdp2(Sharding):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    @contextmanager
-    def _whole(self, parameter: Tensor, device: torch.device) -> Iterator[Tensor]:
+    def _copy(self, parameter: Tensor, device: torch.device, into: Tensor | None) -> None:
+        """A bucket of some rows of each shard at a time, to rank 0 alone."""
         if not isinstance(parameter, DTensor):
-            yield parameter
+            if into is not None:
+                into.copy_(parameter)
             return
-        shards: DTensor = parameter.to(device)  # type: ignore[assignment]  # which torch types as a plain tensor
-        yield shards.full_tensor()
+        (sharded,) = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)]
+        mine, group = parameter.to_local(), parameter.device_mesh.get_group(sharded)
+        ranks, rows, of_row = dist.get_world_size(group), parameter.shape[0], parameter.shape[1:]
+        each = -(-rows // ranks)  # of a rank; the last ones have fewer
+        count = max(1, min(each, BUCKET_BYTES // (_COPIES * ranks * of_row.numel() * mine.element_size())))
+        gathers = dist.get_rank(group) == 0
+        bucket = mine.new_empty(ranks if gathers else 0, count, *of_row, device=device)
+        for begin in range(0, each, count):
+            size = min(count, each - begin)
+            part = mine[begin : begin + size].to(device)
+            if len(part) < size:
+                part = torch.cat([part, part.new_empty(size - len(part), *of_row)])
+            parts = [of_rank[:size] for of_rank in bucket]
+            dist.gather(part, parts if gathers else None, group=group, group_dst=0)
+            for start, found in zip(range(begin, rows, each), parts, strict=False):
+                if into is not None:
+                    end = min(start + size, rows)
+                    into[start:end].copy_(found[: end - start])
 
 
 class Zero3(Sharding):
@@ -97,14 +113,14 @@ class Zero3(Sharding):
 
     def _prepare(self, model: nn.Module) -> None: ...
 
-    @contextmanager
-    def _whole(self, parameter: Tensor, device: torch.device) -> Iterator[Tensor]:
+    def _copy(self, parameter: Tensor, device: torch.device, into: Tensor | None) -> None:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
         # Small ones are whole at all times, and stay so: DeepSpeed gathers them after each optimizer step.
         is_whole = getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) is ZeroParamStatus.AVAILABLE
         with GatheredParameters([parameter], enabled=not is_whole):
-            yield parameter.detach()
+            if into is not None:
+                into.copy_(parameter)
 
 
 def sharding_of(trainer: Any) -> Sharding | None:

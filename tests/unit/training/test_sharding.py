@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup import fingerprints
+from async_grpo.training import sharding
 from async_grpo.training.checkpoints import bytes_needed
-from async_grpo.training.sharding import DEEPSPEED, FSDP, CheckpointLayout, Zero3, check_layout
+from async_grpo.training.sharding import DEEPSPEED, FSDP, CheckpointLayout, Fsdp2, Zero3, check_layout
 from async_grpo.training.weight_publisher import slots_for
 
 
@@ -52,6 +56,24 @@ def test_the_published_layout_is_that_of_the_whole_model() -> None:
         "frozen.bias": (8,),
     }
     assert blueprint.tied == {"head.weight": "embedding.weight"}
+
+
+def gathers(rank: int, folder: Path) -> None:
+    """One of two ranks. A bucket has 2 rows of 3 numbers of each; the last rank has fewer rows, or none."""
+    sharding._COPIES, sharding.BUCKET_BYTES = 1, 2 * 2 * 3 * 4
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 13), nn.Linear(13, 1))
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    into = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()} if rank == 0 else None
+    Fsdp2().gather(model, whole.keys(), torch.device("cpu"), into)
+    for name, tensor in (into or {}).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def test_shards_of_unequal_sizes_are_gathered_bucket_by_bucket(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(gathers, args=(tmp_path,), nprocs=2)  # raises what one has raised
 
 
 FILES = {
