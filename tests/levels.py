@@ -46,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = [str(ROOT / name) for name in (*UNIT, *dear)]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What lies in tests/integration has that marker."""
+    if item.nodeid.startswith("tests/integration/"):
+        item.add_marker("integration")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--promised"):
         return

@@ -27,6 +27,34 @@ downtime-counts async_grpo/queue/recovery.py unit/queue/test_queue_restarts.py u
 - recover_dead(root, self._moves, max_attempts, counts=False)
 + recover_dead(root, self._moves, max_attempts)
 
+written-in-place async_grpo/queue/transitions.py chaos/test_queue_faults.py
+-            self.files.rename(temporary, to)
++            self.files.create(to, data)
+
+reason-written-last async_grpo/queue/transitions.py chaos/test_queue_faults.py
+-        self.publish(_limited(reason), f"quarantine/{reason_name(target)}")
+-        return self.move(f"queue/{name}", f"quarantine/{target}")
++        moved = self.move(f"queue/{name}", f"quarantine/{target}")
++        self.publish(_limited(reason), f"quarantine/{reason_name(target)}")
++        return moved
+
+taken-from-the-living async_grpo/queue/recovery.py chaos/test_queue_faults.py
+- if not lock.try_acquire():
++ if not lock.try_acquire() and is_far:
+
+used-not-given-back async_grpo/queue/recovery.py chaos/test_queue_faults.py
+- if name.state == COMPLETE and not self._is_over(name.seq):
++ if name.state == COMPLETE and self._is_over(name.seq):
+
+result-used-again async_grpo/queue/server.py chaos/test_queue_faults.py
+-        self._open.pop(entry.seq, None)
+-        self.given_up.pop(entry.seq, None)
++        self.given_up.pop(entry.seq, None)
+
+checksum-not-checked async_grpo/queue/codec.py chaos/test_queue_faults.py
+- if data[_CHECKSUM_AT:_CHECKSUM_END] != checksum:
++ if not checksum:
+
 lock-shared async_grpo/rundir/locks.py unit/queue/test_queue_waking.py unit/queue
 - fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 + fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -76,7 +104,7 @@ weights-of-the-new-policy async_grpo/training/corrections/trl_loss.py integratio
 - old = inputs.get("old_per_token_logps", log_pi)
 + old = log_pi
 
-rows-issued-again async_grpo/training/prompts.py integration/test_trl_prompts.py
+rows-issued-again async_grpo/training/prompts.py integration/test_rollout_groups.py
 - size = batch * trainer.num_iterations * trainer.args.steps_per_generation
 + size = batch
 
@@ -84,7 +112,7 @@ padded-on-the-left async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/set
 - pad(part, (0, keep - part.shape[1]))
 + pad(part, (keep - part.shape[1], 0))
 
-mean-of-the-batch async_grpo/archive/advantages.py unit/archive/test_advantages.py integration/test_trl_contract_loss.py
+mean-of-the-batch async_grpo/archive/advantages.py unit/archive/test_groups.py integration/test_trl_contract_loss.py
 - [(totals - _mean(totals)) /
 + [(totals - _mean(np.concatenate(each))) /
 
@@ -133,6 +161,14 @@ lease-not-released async_grpo_ipc/attachment.py unit/ipc/test_ipc_share.py unit/
 newest-overwritten async_grpo_ipc/exporter.py unit/ipc/test_ipc_share.py unit/ipc
 - is_newest = slot == self._current and len(self._in_slots) > 1
 + is_newest = False
+
+read-without-a-lease async_grpo_ipc/attachment.py chaos/test_weights_faults.py
+- if not self._control.locks.try_lock(FIRST_SLOT_BYTE + wanted.slot, shared=True):
++ if not FIRST_SLOT_BYTE:
+
+written-unlocked async_grpo_ipc/exporter.py chaos/test_weights_faults.py
+-            self._mark(slot, SlotState.WRITING, version)
++            self._release_slot(slot)
 
 not-aligned async_grpo_ipc/layout.py unit/ipc/test_ipc_layout.py unit/ipc
 - offset = align(offset + spec.nbytes)

@@ -220,17 +220,12 @@ def leftovers(root: Path) -> list[str]:
 
 
 def arguments(**defaults: Any) -> argparse.Namespace:
-    """`--name value` for each default, `--seed` (printed), `--mutant` (a bug of `queue_mutants` to seed)."""
+    """`--name value` for each default, and `--seed`, which is printed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--mutant", default="")
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = parser.parse_args()
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
-    if options.mutant:
-        from queue_mutants import MUTANTS
-
-        MUTANTS[options.mutant]()
     return options

@@ -1,7 +1,7 @@
 """Who dies, stops or forks when: what docs/ipc.md promises, with real processes and real signals.
 
 Where memory is lost with its exporter, as on a GPU, the "GPU" is `kit.fake_cuda`: the same code of ours, with the CUDA
-runtime in shared host memory. Bugs are seeded in both.
+runtime in shared host memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,62 @@ from typing import Any
 import pytest
 import torch
 from weights_actors import STEPS, Nursery, is_torn, logged, model_of, processes_mapping, read_log, tensors_of
-from weights_kill_loop import ACTORS, check_reads, kill_loop
-from weights_mutants import GPU_ONLY, MUTANTS
 
 from async_grpo_ipc import AttachError, ExporterDiedError, WeightExporter, open_remote_memory
 from async_grpo_ipc.exporter import READERS_END_S
 from kit.fake_cuda import Knobs, install
 from kit.waiting import is_gone, until
+
+ACTORS = ("writer", "pull", "alias", "alias2")
+
+
+def kill_loop(nursery: Nursery, handle: Path, kills: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """A writer without pause and three readers; one of them, by chance, is killed and replaced, `kills`
+    times.
+    """
+    chance = random.Random(seed)
+    logs = {name: handle.with_name(f"{name}.log") for name in ACTORS}
+
+    def start(name: str) -> int:
+        common = {"path": str(handle), "log": str(logs[name])}
+        if name == "writer":
+            return nursery.spawn("write_forever", **common)
+        return nursery.spawn("read_forever", way=name.rstrip("2"), seed=chance.randrange(2**30), **common)
+
+    running = {name: start(name) for name in ACTORS}
+    killed: Counter[str] = Counter()
+    for _ in range(kills):
+        time.sleep(chance.random() * 0.06)
+        name = chance.choice(ACTORS)
+        status = nursery.kill(running[name])
+        assert status == signal.SIGKILL, f"{name} had ended by itself: {read_log(logs[name])[-1]}"
+        killed[name] += 1
+        running[name] = start(name)
+    for name in ACTORS:
+        events_before = len(read_log(logs[name]))
+        until(lambda name=name, n=events_before: len(read_log(logs[name])) > n + 3, f"{name} to go on")
+    for name in chance.sample(ACTORS, len(ACTORS)):
+        assert nursery.kill(running[name]) == signal.SIGKILL
+    print(f"seed {seed}: {dict(killed)} killed")
+    return {name: read_log(logs[name]) for name in ACTORS}
+
+
+def check_reads(events: dict[str, list[dict[str, Any]]]) -> None:
+    reads = [event for name in ACTORS for event in events[name] if event["kind"] == "read"]
+    assert [event for name in ACTORS for event in events[name] if event["kind"] == "failed"] == []
+    assert [event for event in reads if event["torn"]] == []
+    last: dict[tuple[int, str], int] = {}
+    for event in reads:
+        reader = (event["pid"], event["generation"])
+        assert event["version"] >= last.get(reader, 0), f"{event} after version {last[reader]}"
+        last[reader] = event["version"]
+    published = sum(event["kind"] == "published" for event in events["writer"])
+    waits = sorted(event["waited"] for event in reads)
+    print(f"{len(reads)} reads of {published} versions, longest wait {waits[-1]:.3f} s, 0 torn, 0 backwards")
+    assert waits[-1] < 10, "a dead holder's lock is free at once; this bound is for a machine with other work"
+    generations = {event["generation"] for event in events["writer"] if event["kind"] == "exporter"}
+    for generation in generations:
+        assert processes_mapping(generation) == [], f"memory of generation {generation} is left behind"
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +196,6 @@ def test_memory_goes_with_the_last_process_in_either_order(nursery, handle, log,
 # --- Memory that is lost with its exporter -----------------------------------------------------------------------
 
 
-CAUGHT_S = 60.0  # that readers get to notice a seeded bug
-
-
 @pytest.fixture(scope="module")
 def folder() -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fake-gpu-") as folder:
@@ -164,30 +211,6 @@ def gpu_nursery(folder: str) -> Iterator[Nursery]:
 @pytest.mark.parametrize(("kills", "seed"), [(25, 1), pytest.param(500, 20, marks=pytest.mark.slow)])
 def test_random_kills_on_a_gpu_tear_nothing(gpu_nursery: Nursery, handle: Path, kills: int, seed: int):
     check_reads(kill_loop(gpu_nursery, handle, kills, seed))
-
-
-@pytest.mark.slow
-@at_any_step
-def test_a_writer_killed_at_any_step_leaves_nothing_that_is_read(
-    gpu_nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
-) -> None:
-    install(Knobs(folder=folder), monkeypatch)
-    writer = gpu_nursery.spawn("write_and_die", path=str(handle), log=str(log), step=step, when=when)
-    until(lambda: logged(log, "published"), "version 1")
-    model = fresh_model()
-    with open_remote_memory(handle) as remote:
-        assert remote.alias(model) == 1
-        assert remote.intact()
-        Path(f"{log}.go").touch()
-        assert gpu_nursery.wait(writer) == signal.SIGKILL
-        assert not remote.intact()
-        with pytest.raises(ExporterDiedError):
-            remote.refresh()
-        with WeightExporter.from_tensors(tensors_of(7), handle) as successor:
-            successor.publish(7)
-            assert remote.refresh() == 7
-            assert remote.intact()
-            remote.release()
 
 
 def test_a_lease_that_outlives_its_exporter_is_not_believed(
@@ -243,30 +266,3 @@ def test_a_worker_that_cannot_reach_the_gpu_reads_from_host_memory(
     with open_remote_memory(handle, timeout_s=10) as remote:
         assert remote.pull(fresh_model()) >= 1
     gpu_nursery.kill(writer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("memory", "mutant"),
-    [(memory, name) for name in MUTANTS for memory in ("host", "gpu") if memory == "gpu" or name not in GPU_ONLY],
-)
-def test_seeded_bugs_in_the_lease_protocol_are_noticed(handle: Path, folder: str, memory: str, mutant: str) -> None:
-    knobs = Knobs(folder=folder).environment() if memory == "gpu" else {}
-    with Nursery(MUTANT=mutant, **knobs) as nursery:
-        chance = random.Random(1)
-        logs = {name: handle.with_name(f"{name}.log") for name in ACTORS}
-        common = {name: {"path": str(handle), "log": str(logs[name])} for name in ACTORS}
-        writer = nursery.spawn("write_forever", **common["writer"])
-        for seed, name in enumerate(ACTORS[1:]):
-            nursery.spawn("read_forever", way=name.rstrip("2"), seed=seed, **common[name])
-        deadline = time.monotonic() + CAUGHT_S
-        while not any(is_wrong(read_log(logs[name])) for name in ACTORS[1:]):
-            assert time.monotonic() < deadline, f"{mutant} went unnoticed for {CAUGHT_S:g} s"
-            time.sleep(chance.random() * 0.2)
-            nursery.kill(writer)
-            writer = nursery.spawn("write_forever", **common["writer"])
-
-
-def is_wrong(events: list[dict[str, Any]]) -> bool:
-    """A torn read, or an actor that an impossible state ended."""
-    return any(event["kind"] == "failed" or event.get("torn") for event in events)

@@ -33,7 +33,7 @@ class Nursery:
     """Starts and ends actors by name. Used as a context manager; whatever still runs at the end is killed.
 
     Args:
-        environment: of the actors: `Knobs.environment()` of fake_cuda.py, a mutant of weights_mutants.py.
+        environment: of the actors: `Knobs.environment()` of fake_cuda.py.
     """
 
     def __init__(self, **environment: str) -> None:
@@ -283,15 +283,12 @@ def spawn(role: str, arguments: dict[str, Any]) -> int:
 
 def run_nursery() -> None:
     import torch
-    from weights_mutants import MUTANTS
 
     import async_grpo_ipc  # noqa: F401  (for the forked children)
     from kit.fake_cuda import install_if_asked
 
     torch.set_num_threads(1)
     install_if_asked()
-    if mutant := os.environ.get("MUTANT"):
-        MUTANTS[mutant]()
     children: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)

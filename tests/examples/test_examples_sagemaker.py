@@ -8,19 +8,71 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from sagemaker_job import DEADLINE_S, EXAMPLE, ends_well, model_in, started, until_found
 
 from async_grpo.evals.early_stopping import Best
 from async_grpo.evals.estimators import Estimate
 from async_grpo.evals.eval_ledger import Evaluated
+from kit.waiting import until
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sagemaker"
+TINY = EXAMPLE.parent / "triviaqa_search"
+DEADLINE_S = 300.0
+
+
+def model_in(folder: Path) -> None:
+    sys.path.insert(0, str(TINY))
+    try:
+        tiny = importlib.import_module("tiny")
+    finally:
+        sys.path.remove(str(TINY))
+        sys.modules.pop("tiny", None)
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny.build_model(tokenizer).save_pretrained(folder)
+
+
+@contextmanager
+def started(root: Path, log: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A job, which is killed at the end."""
+    texts = {"num_gpus": "0", "num_generations": "4", "grad_accum_steps": "1", "per_device_train_batch_size": "4"}
+    texts |= {"num_iterations": "1", "max_completion_length": "24", "save_steps": "2", "max_steps": "40", **more}
+    env: dict[str, Any] = {
+        **os.environ,
+        "SM_ROOT": str(root),
+        "SM_HPS": json.dumps(texts),
+        "SM_CHANNELS": '["model"]',
+        "SM_CHANNEL_MODEL": str(root / "input" / "data" / "model"),
+        "PYTHONPATH": f"{EXAMPLE.parents[1] / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    with log.open("wb") as output:
+        job = subprocess.Popen([sys.executable, EXAMPLE / "train.py"], env=env, stdout=output, stderr=output)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def until_found(condition: Callable[[], Any], job: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait while the job runs."""
+    until(condition, deadline_s=DEADLINE_S, process=job, said=log.read_text)
+
+
+def ends_well(root: Path, log: Path, **more: str) -> None:
+    """Start a job, and wait for its end."""
+    with started(root, log, **more) as job:
+        assert job.wait(DEADLINE_S) == 0, log.read_text()
+
 
 FIGURES = {"success_rate": 0.25, "pass@1": 0.25, "pass@5": 1.0, "reward_mean": -0.125}
 LAUNCH = ["--image", "123456789012.dkr.ecr.us-east-1.amazonaws.com/async-grpo:1", "--bucket", "s3://mine/jobs/"]
@@ -191,6 +243,15 @@ def test_checkpoints_of_another_job_are_not_continued(
     assert sentence in fails(options=[*options, changed])
 
 
+def test_the_entry_point_needs_nothing_but_its_folder() -> None:
+    """The service calls it with a path, from any folder."""
+    env = {**os.environ, "SM_ROOT": "/proc/none", "PYTHONPATH": str(EXAMPLE.parents[1] / "src")}
+    line = [sys.executable, EXAMPLE / "train.py", "--nothing=1"]
+    ran = subprocess.run(line, env=env, cwd="/", capture_output=True, text=True)
+    assert ran.returncode == 2 and "There is no hyperparameter nothing" in ran.stderr
+    assert "the reason could not be written" in ran.stderr
+
+
 def test_early_stopping_needs_questions_that_are_not_trained_on(fails: Callable[..., str], tmp_path: Path) -> None:
     for channel in ("training", "index"):
         (tmp_path / "input" / "data" / channel).mkdir(parents=True)
@@ -337,6 +398,24 @@ def test_the_model_of_the_best_evaluation_is_kept(example: SimpleNamespace, tmp_
     for found, kept in ((Best(10, 0.5, 1), "10"), (Best(2, 0.5, 1), "12"), (None, "12")):
         example.train._export(tmp_path, tmp_path / "model", {}, best=found)
         assert (tmp_path / "model" / "config.json").read_text() == kept
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_job_whose_evaluations_do_not_improve_stops_early(tmp_path: Path) -> None:
+    """Nothing is learned with a learning rate of 0, and an evaluation has the same seeds at each version."""
+    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    root, log = tmp_path / "ml", tmp_path / "log.txt"
+    model_in(root / "input" / "data" / "model")
+    more = {"learning_rate": "0", "eval_every": "2", "early_stopping_patience": "2", "max_steps": "1000"}
+    for again in ("", " again"):
+        ends_well(root, log, **more)
+        said = log.read_text()
+        assert "stopped early: 2 evaluations in a row have not improved the mean reward by more than 0" in said, again
+    assert "/1000 ETA" not in said, "the job that is started again only writes the model"
+    steps = [json.loads(line)["step"] for line in (root / "checkpoints/run/evaluations.jsonl").read_text().splitlines()]
+    assert steps[0] == 0 and 3 <= len(steps) < 10, "such short steps outrun evaluations, of which some are skipped"
+    assert (root / "model" / "model.safetensors").is_file() and not (root / "output" / "failure").exists()
 
 
 # --- the container

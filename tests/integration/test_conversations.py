@@ -21,7 +21,6 @@ from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, chat_rows, length
 from kit.tools import CHATML
 
-pytestmark = pytest.mark.integration
 TURN = "<|im_start|>assistant\n"
 
 

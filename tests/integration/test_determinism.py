@@ -14,8 +14,6 @@ from async_grpo.roles.replay import checkpoint_digest
 from kit.runs import IN_MID_BATCH, SETUP, audited, command, finish, kill_the_server_at, lines_of, weights_of_a_replay
 from kit.waiting import until_gone
 
-pytestmark = pytest.mark.integration
-
 STEPS = 24
 
 

@@ -27,8 +27,6 @@ from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, leng
 from kit.tools import double, multiply, written
 from kit.waiting import DEADLINE_S
 
-pytestmark = pytest.mark.integration
-
 
 def breaks(text: str) -> str:
     """Raise.
@@ -359,7 +357,7 @@ def test_what_no_worker_has_ends_the_run_also_in_a_tool(tmp_path: Path) -> None:
         return int(worker.trl.trainer.optimizer.param_groups[0]["lr"])
 
     worker = worker_with(used, tmp_path)
-    with pytest.raises(RunRefused, match=r"trainer\.optimizer cannot be used"):
+    with pytest.raises(RunRefused):
         worker.rollouts(jobs_of(chat_rows(1)))
 
 

@@ -28,8 +28,6 @@ from kit.own_code import OwnForwardPass
 from kit.plans import planned
 from kit.tiny_trainer import build_model, build_tokenizer
 
-pytestmark = pytest.mark.integration
-
 HF = Sampler(generator="hf", correction="bypass", departures=[])
 STRICT = Bound(nats=EXACT, basis="as this is a test", stops=True)
 BATCH = {"max_completion_length": 40, "max_steps": 2}  # 8 completions: 320 tokens, if none ends

@@ -17,7 +17,6 @@ import pytest
 from kit.runs import ROOT
 from kit.waiting import is_gone, until
 
-pytestmark = pytest.mark.integration
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 
 

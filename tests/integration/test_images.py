@@ -29,8 +29,6 @@ from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
 from kit.tiny_trainer import length, letters
 from kit.tiny_vlm import Gallery, build_vlm_trainer, picture
 
-pytestmark = pytest.mark.integration
-
 
 def settings(output_dir: Path, **given: Any) -> Callable[..., GRPOTrainer]:
     return lambda **more: build_vlm_trainer(output_dir, **{**given, **more})

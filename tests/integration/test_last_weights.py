@@ -22,8 +22,6 @@ from kit.runs import DEADLINE_S, ROOT, SETUP, Command
 from kit.several_ranks import EXAMPLES
 from kit.tiny_trainer import build_trainer
 
-pytestmark = pytest.mark.integration
-
 
 def trained(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """A trainer after two steps, whose run was started from Python."""

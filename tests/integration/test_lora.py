@@ -25,8 +25,6 @@ from kit.in_process import InProcessRun
 from kit.runs import SETUP, command, finish
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
-pytestmark = pytest.mark.integration
-
 TOLERANCE = 1e-5
 STEPS = 4
 LEARNING_RATE = 2e-2  # so that each version is clearly another policy

@@ -22,7 +22,7 @@ from kit.engines import group, run
 from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SHOWS = 0.02  # nats: a mean difference of log-probabilities that no rounding of fp32 explains
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
@@ -19,12 +22,29 @@ from async_grpo.tasks import MultiTask, gradients, score
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.reporting import LogCallback
-from kit.compared_with_trl import run_as_trl_would
+from kit.compared_with_trl import run_as_trl_would, settings
 from kit.in_process import InProcessRun, training_logs
-from kit.rows_of_tasks import TASKS, MultiTaskTrainer, multi_task_trainer, rows_of_tasks
 from kit.tiny_trainer import GROUP_SIZE, letters, plain_rows
 
-pytestmark = pytest.mark.integration
+NAMES = ("math", "logic", "math", "code", "math", "math", "logic", "math", "code", "math", "math", "math", "math", "x")
+TASKS = ("math", "logic", "code")
+
+
+class MultiTaskTrainer(MultiTask, GRPOTrainer): ...
+
+
+def rows_of_tasks() -> Dataset:
+    """13 rows: 9 of math, 2 of logic, 2 of code; each of a source of its own half of its task."""
+    given = [
+        {**row, "task": task, "data_source": f"{task}__{at % 2}", "ground_truth": json.dumps(at)}
+        for at, (row, task) in enumerate(zip(plain_rows(), NAMES, strict=True))
+    ]
+    return Dataset.from_list(given[:-1])
+
+
+def multi_task_trainer(tmp_path: Path, given: dict[str, Any] | None = None, **changes: Any) -> Callable[..., Any]:
+    settled = {"trainer_class": MultiTaskTrainer, "train_dataset": rows_of_tasks(), "per_device_train_batch_size": 6}
+    return settings(tmp_path, given, **{**settled, "max_steps": 6, **changes})
 
 
 class TurnTrainer(MultiTask, TurnGRPOTrainer): ...

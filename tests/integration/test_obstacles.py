@@ -20,7 +20,7 @@ from async_grpo.telemetry.activity import LOADING, activity
 from kit.plans import planned
 from kit.tiny_trainer import build_trainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 ENTRIES = (
     *("run.json", "server.lock", "metrics.jsonl", "consumed.jsonl", "evaluations.jsonl", "hyperparameters.json"),

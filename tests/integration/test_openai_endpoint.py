@@ -29,7 +29,6 @@ from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_tokenizer, chat_rows
 from kit.tools import double, written
 from kit.waiting import DEADLINE_S
 
-pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
 ABOUT = {"name": "double", "description": "Double a number.", "parameters": NUMBER}

@@ -29,8 +29,6 @@ from kit.in_process import InProcessRun, training_logs
 from kit.recorded_batches import replay_with_trl
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
-pytestmark = pytest.mark.integration
-
 DEADLINE_S = 300
 TOKENIZER = build_tokenizer()
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

@@ -21,8 +21,6 @@ from kit.runs import IN_MID_BATCH, SETUP, command, finish, kill_the_server_at, r
 from kit.several_ranks import EXAMPLES, config_of, same_training, same_weights
 from kit.verl_files import write_model_and_tasks
 
-pytestmark = pytest.mark.integration
-
 PPO, TASKS = SETUP.with_name("ppo_model.py"), SETUP.with_name("several_tasks.py")
 
 

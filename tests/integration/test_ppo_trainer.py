@@ -28,8 +28,6 @@ from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, 
 from kit.tools import double
 from kit.turns import Script, called, reply, says_eight
 
-pytestmark = pytest.mark.integration
-
 VERL = json.loads((Path(__file__).parents[1] / "unit" / "credit" / "verl_0_9_1.json").read_text())
 KL_IN_REWARD = {"kl_in_reward": True, "beta": 0.05, "kl_ctrl": "adaptive", "target_kl": 0.001, "horizon": 20}
 

@@ -11,8 +11,6 @@ import pytest
 from kit.runs import IN_MID_BATCH, SETUP, finish, logged, ran, read
 from kit.several_ranks import EXAMPLES, config_of, figures, killed_resumed_and_stopped, same_training, same_weights
 
-pytestmark = pytest.mark.integration
-
 DDP = ("--accelerate-config", str(EXAMPLES / "ddp.yaml"))
 
 

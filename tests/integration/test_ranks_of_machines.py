@@ -24,8 +24,6 @@ from kit.runs import IN_MID_BATCH, SETUP, Command, audited, command, finish, rea
 from kit.several_ranks import EXAMPLES, figures, ranks, same_training, same_weights
 from kit.waiting import until_gone
 
-pytestmark = pytest.mark.integration
-
 SAVED = "checkpoints/checkpoint-8/rollout_state.json"
 SHARDED, CRITIC, TASKS = (SETUP.with_name(f"{name}.py") for name in ("sharded_model", "ppo_model", "several_tasks"))
 DDP, FSDP2 = "ddp.yaml", "fsdp2.yaml"

@@ -33,8 +33,6 @@ from async_grpo.training.trl_trainer import TrainingEvents, make_async
 from kit.plans import planned
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, plain_rows
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def begun(tmp_path: Path) -> RunState:

@@ -7,11 +7,7 @@ import runpy
 import subprocess
 import sys
 
-import pytest
-
 from kit.runs import ROOT
-
-pytestmark = pytest.mark.integration
 
 RECORDINGS = 3  # two threads take part, so on a busy machine the order of their first calls may vary
 

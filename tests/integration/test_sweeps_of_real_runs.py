@@ -22,7 +22,6 @@ from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_
 from kit.real_experiment import DEADLINE_S, SMALL, WITHOUT_CHECKPOINTING, RealExperiment, all_stages_have_finished
 from kit.runs import SETUP, command, ran, steps_logged
 
-pytestmark = pytest.mark.integration
 ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6", "--stagger", "0")
 
 

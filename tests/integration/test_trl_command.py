@@ -26,8 +26,6 @@ from kit.recorded_batches import replaying
 from kit.runs import Command, steps_logged
 from kit.tiny_trainer import PROMPTS, build_model, build_tokenizer
 
-pytestmark = pytest.mark.integration
-
 REWARD = "def letters(completions, **_): return [sum(map(str.islower, it)) / max(1, len(it)) for it in completions]"
 SETTINGS = {
     "model_name_or_path": "model",

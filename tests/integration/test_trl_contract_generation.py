@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from trl import GRPOTrainer
 from trl_contract import PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, twice
@@ -13,8 +12,6 @@ from trl_contract import PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, tw
 from async_grpo.rollout.trl_view import COUNTED_BY_TRL
 from async_grpo.training import trl_trainer as training_hooks
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, letters, plain_rows
-
-pytestmark = pytest.mark.integration
 
 
 def test_generate_returns_eight_things(tmp_path: Path) -> None:

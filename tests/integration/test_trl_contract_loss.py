@@ -25,8 +25,6 @@ from async_grpo.training.hyperparameters import hyperparameters
 from kit.in_process import InProcessRun
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters, plain_rows
 
-pytestmark = pytest.mark.integration
-
 LOSS_INPUTS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
 Prepared = tuple[dict[str, Any], Any]
 

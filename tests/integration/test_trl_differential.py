@@ -22,8 +22,6 @@ from kit.recorded_batches import replay_with_trl
 from kit.runs import audited, finish, logged
 from kit.setups.random_model import build
 
-pytestmark = pytest.mark.integration
-
 DRAWN = int(os.environ.get("RANDOM_CONFIGURATIONS", "30"))
 """How many configurations the slow test draws; `make chaos` sets the variable, to 300 unless told otherwise."""
 

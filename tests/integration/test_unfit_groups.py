@@ -27,8 +27,6 @@ from kit.scripted import ScriptedEngine, ScriptedGenerator
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
 from kit.tools import counts_tool_results, says_twelve
 
-pytestmark = pytest.mark.integration
-
 TEXTS = [f"text {letter}." for letter in "abcdefgh"]
 CALL = '<tool_call>\n{{"name": "odd", "arguments": {{"number": {number}}}}}\n</tool_call>'
 

@@ -19,8 +19,6 @@ from async_grpo.setup.generator_choice import VLLM, choose_generator
 from kit.runs import DEADLINE_S, SETUP, command, lines_of, steps_logged
 from kit.tiny_trainer import build_trainer
 
-pytestmark = pytest.mark.integration
-
 FAKE = SETUP.parent / "fake_unsloth"
 
 

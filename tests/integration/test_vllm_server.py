@@ -35,8 +35,6 @@ from kit.fake_vllm_server import FakeVLLMServer, send_weights_by_http, serving
 from kit.runs import SETUP, logged, ran, steps_logged
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
-pytestmark = pytest.mark.integration
-
 SETUPS = SETUP.parent
 PROMPT, OTHER = [1, 2, 3], [4, 5]
 

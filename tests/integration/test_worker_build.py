@@ -27,8 +27,6 @@ from kit.fake_cuda import Knobs, install
 from kit.runs import ROOT, SETUP
 from kit.tiny_trainer import build_model, build_tokenizer, build_trainer
 
-pytestmark = pytest.mark.integration
-
 
 def test_a_worker_loads_no_reference_model(tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []

@@ -131,7 +131,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "trl.generation.vllm_client.VLLMClient._post": ("asked for completions and to drop what it has cached", CLIENT),
     "trl.generation.vllm_generation.VLLMGeneration._init_vllm": (
         "overridden: a server is started before it is asked",
-        I + "test_served_trl.py::test_trl_has_the_methods_that_are_replaced",
+        I + "test_vllm_server_started.py::test_trl_has_the_methods_that_are_replaced",
     ),
     "trl.DPOTrainer._prepare_dataset": (
         "overridden: rows are token ids, and TRL tokenises text there",

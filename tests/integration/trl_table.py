@@ -1,6 +1,6 @@
 """What of TRL works distributed, and how: every field of `GRPOConfig`, every argument of the trainer, every method.
 
-Each name is once in `SHOWN`, `DRAWN` or `IRRELEVANT`, or in `REFUSED` alone; `test_trl_table` checks it, and
+Each name is once in `SHOWN`, `DRAWN` or `IRRELEVANT`, or in `REFUSED` alone; `test_trl_contract` checks it, and
 `scripts/trl_table.py` makes docs/trl.md of it.
 """
 
@@ -22,15 +22,15 @@ def compared(row: str) -> str:
 
 
 # Tests that the tables name.
-ENGINE_SETTINGS = U + "engines/test_vllm_options.py::test_engine_settings_are_those_of_the_config"
+ENGINE_SETTINGS = U + "engines/test_engine_vllm.py::test_engine_settings_are_those_of_the_config"
 EVALUATES = I + "test_trl_training.py::test_evaluation_generates_in_the_trainer"
 CHECKPOINTS = I + "test_trl_training.py::test_checkpoints_are_told_and_rotated"
 NOISE = I + "test_trl_training.py::test_noise_in_embeddings_that_workers_do_not_have_is_told"
 NO_ENGINE = I + "test_trl_contract_loss.py::test_a_file_with_use_vllm_is_built_without_an_engine"
 SERVER_OR_ENGINE = U + "setup/test_generator_choice.py::test_a_server_generates_where_the_file_asks_for_vllm"
 REGEX = U + "setup/test_sampling.py::test_a_regex_needs_vllm_and_changes_what_is_drawn"
-BEST = I + "test_training_events.py::test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one"
-REFUSALS = I + "test_trl_prompts.py::test_refusals_name_the_setting_and_the_way_out"
+BEST = I + "test_trl_training.py::test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one"
+REFUSALS = I + "test_rollout_groups.py::test_refusals_name_the_setting_and_the_way_out"
 LENGTHENED = I + "test_changed_sampling.py::test_a_callback_that_raises_the_length_is_followed_from_the_next_batch_on"
 
 DRAWN: frozenset[str] = frozenset({*FIELDS, *TOGETHER})
@@ -92,7 +92,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ("in the server", BEST, "load_best_model_at_end metric_for_best_model greater_is_better"),
     (
         "what is reported to gets all that the server logs",
-        I + "test_training_events.py::test_what_report_to_names_is_told_everything",
+        I + "test_trl_training.py::test_what_report_to_names_is_told_everything",
         "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
     ),
     (
@@ -167,13 +167,13 @@ SHOWN_ARGUMENTS: list[tuple[str, str, str]] = [
 # The test that shows an override at work, of each effect in `setup.overrides`, by one of its methods.
 SHOWN_METHODS: dict[str, str] = {
     "__init__": compared("overrides"),
-    "_generate": I + "test_trl_prompts.py::test_an_override_of_generate_runs_once",
+    "_generate": I + "test_rollout_groups.py::test_an_override_of_generate_runs_once",
     "_generate_single_turn": compared("a single turn"),
     "_tokenize_prompts": I + "test_rollout_groups.py::test_a_prompt_that_a_method_changes_stays_the_datasets",
     "_calculate_rewards": compared("overrides"),
     "_generate_and_score_completions": I + "test_rollout_groups.py::test_a_loop_of_the_users_own_runs_as_it_is",
     "get_train_dataloader": compared("a dataloader"),
-    "_get_train_sampler": I + "test_trl_prompts.py::test_a_sampler_that_does_not_repeat_rows_is_refused",
+    "_get_train_sampler": I + "test_rollout_groups.py::test_a_sampler_that_does_not_repeat_rows_is_refused",
     "_prepare_inputs": U
     + "training/test_rollout_source.py::test_a_trainer_that_takes_several_batches_for_one_step_gets_them",
     "compute_loss": compared("overrides"),

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from benchmarks import gpu_targets, one_gpu, table, to_docs
 
@@ -212,81 +211,6 @@ def test_the_targets_of_one_gpu_are_read_from_what_the_script_writes(
     assert "| a worker alone, 64 completions | >= 0.35 of the limit | 0.36 | yes |" in said
     assert "| a step of a server and 1 worker, in turns | >= 0.35 of the limit | 0.34 | **no** |" in said
     assert "| server and 1 worker against TRL with `generate` | >= 3 x TRL | 2.72 | **no** |" in said
-
-
-CONTROL = """#!/bin/sh
-# Plays NVIDIA's control program, which leaves a daemon with a server, and a file with the daemon's pid.
-pid_file=$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid
-case ${1:-quit} in
-    -d) "$0" serve & echo $! >"$pid_file" ;;
-    serve) trap 'kill $!; exit' TERM; sleep 600 & wait ;;
-    quit) read word; echo "$word" >>"$SAID"; [ ! "$OBEYS" ] || kill "$(cat "$pid_file")" ;;
-esac
-"""
-
-
-@pytest.fixture
-def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The stand-in, whose processes have the name of the real one's."""
-    program = tmp_path / "bin" / "nvidia-cuda-mps-control"
-    program.parent.mkdir()
-    program.write_text(CONTROL)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-    monkeypatch.setenv("SAID", str(tmp_path / "said"))
-    return str(program)
-
-
-def reasons_without_mps() -> set[str]:
-    return {case.left_out for case in one_gpu.cases(one_gpu.SETTINGS["0.6B"], "0") if case.mps}
-
-
-@pytest.mark.integration
-def test_a_row_with_mps_has_a_daemon_of_its_own_and_another_one_is_left_alone(
-    control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if one_gpu.mps_processes():
-        pytest.skip("an MPS daemon runs on this machine")
-    assert reasons_without_mps() == {""}
-    code = """import json, os; pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]; log = os.environ["CUDA_MPS_LOG_DIRECTORY"]
-line = {"pid": int(open(f"{pipe}/nvidia-cuda-mps-control.pid").read()), "folders": [pipe, log]}
-open(os.environ["STEP_LOG"], "w").write(json.dumps(line) + chr(10))"""
-    case = one_gpu.Case(name="", command=[sys.executable, "-c", code], steps=1, mps=True)
-    for obeys in ("1", ""):
-        monkeypatch.setenv("OBEYS", obeys)
-        ran = one_gpu.run(case, "cpu", 60)
-        assert not ran.failure
-        until(lambda pid=ran.lines[0]["pid"]: is_gone(pid), "the daemon's end")
-        assert not any(map(os.path.exists, ran.lines[0]["folders"]))
-    assert (tmp_path / "said").read_text() == "quit\n" * 2, "each was asked to end"
-
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    subprocess.run([control, "-d"], check=True, timeout=60)
-    theirs = psutil.Process(int((tmp_path / "nvidia-cuda-mps-control.pid").read_text()))
-    try:
-        until(lambda: theirs in one_gpu.mps_processes(), "its name")
-        assert reasons_without_mps() == {"an MPS daemon runs already"}
-        monkeypatch.setattr(one_gpu, "card_itself", lambda *_: replace(case, left_out="not measured"))
-        assert one_gpu.main(["--only", "MPS"]) == 0
-        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| MPS: server and ")]
-        assert len(told) == 4 and all("left out: an MPS daemon runs already |" in line for line in told)
-        assert not is_gone(theirs) and (tmp_path / "said").read_text() == "quit\n" * 2
-    finally:
-        theirs.terminate()
-
-
-@pytest.mark.integration
-def test_a_row_whose_mps_daemon_does_not_start_says_why_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (refusing := tmp_path / "control").write_text("#!/bin/sh\necho a line before\necho no rights\nexit 3\n")
-    refusing.chmod(0o755)
-    monkeypatch.setattr(one_gpu, "MPS_CONTROL", str(refusing))  # of another name: the test above may look for daemons
-    case = one_gpu.Case(name="with MPS", command=["false"], steps=1, mps=True)
-    monkeypatch.setattr(one_gpu, "card_itself", lambda *_: replace(case, left_out="not measured"))
-    monkeypatch.setattr(one_gpu, "cases", lambda *_: [case])
-    assert one_gpu.main([]) == 1
-    assert capsys.readouterr().out.endswith("| failed: the MPS daemon did not start: exit code 3: no rights |\n")
 
 
 @pytest.mark.integration

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -163,3 +166,70 @@ def test_the_changelog_has_each_heading_once_and_no_rest_of_an_entry() -> None:
     entries = re.findall(r"(?m)^- .*\n(?:  .*\n)*", unreleased)
     assert len({*entries}) == len(entries)
     assert not re.findall(r"\n  .*\n\n- ", unreleased), "an empty line between two entries"
+
+
+# --- Rules for the sources: --------------------------------------------------------------------------------------
+
+SRC, TESTS = Path(__file__).parents[2] / "src", Path(__file__).parents[1]
+INTEGERS = ("arange", "randperm")
+OTHERS = ("as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros")
+MAKERS = {*INTEGERS, *OTHERS}
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    """A `_` in front of it makes no difference."""
+    definitions: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                definitions[node.name.lstrip("_")].append(f"{path.relative_to(SRC)}:{node.lineno}")
+    assert {name: found for name, found in definitions.items() if len(found) > 1} == {}
+
+
+def test_each_tensor_names_its_dtype_and_device() -> None:
+    """A setup file may have changed the default ones, which are those of the process."""
+    silent = []
+    for path in sorted(SRC.glob("async_grpo*/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (maker := ast.unparse(node.func)).startswith("torch."):
+                needed = {"device"} if maker[6:] in INTEGERS else {"device", "dtype"}
+                if maker[6:] in MAKERS and needed - {keyword.arg for keyword in node.keywords}:
+                    silent.append(f"{path.relative_to(SRC)}:{node.lineno}: {ast.unparse(node)}")
+    assert silent == []
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several share is in `tests/kit`, or in a module beside them."""
+    imports = re.compile(r"^\s*(?:from|import) (test_\w+)", re.MULTILINE)
+    found = {path: {*imports.findall(path.read_text())} - {path.stem} for path in TESTS.rglob("*.py")}
+    assert not {path: others for path, others in found.items() if others}
+
+
+# --- Docstrings begin with a verb or a noun: ---------------------------------------------------------------------
+
+FOLDERS = ("src", "tests", "benchmarks", "scripts", "examples")
+FRAGMENTS = ("Of ", "That ")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def fragments(source: str) -> Iterator[tuple[str, str]]:
+    """The name and the first line of each docstring that begins with one of these words."""
+    if not re.search(rf'"""\s*({"|".join(FRAGMENTS)})', source):
+        return  # most files need not be parsed
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        if text is not None and text.startswith(FRAGMENTS):
+            yield getattr(node, "name", "the module"), text.splitlines()[0]
+
+
+def test_no_docstring_begins_with_of_or_that() -> None:
+    modules = [sorted((ROOT / folder).rglob("*.py")) for folder in FOLDERS]
+    found = [(str(it.relative_to(ROOT)), *found) for it in chain(*modules) for found in fragments(it.read_text())]
+    assert all(modules) and not found, "begin with a verb or a noun"
+
+
+def test_a_fragment_is_found() -> None:
+    assert list(fragments('class Shares:\n    """Of the last minute.\n\n    Of the workers.\n    """\n')) == [
+        ("Shares", "Of the last minute.")
+    ]
+    assert not list(fragments('"""Offers."""\n\ndef of():\n    """Shares of the last minute."""\n'))

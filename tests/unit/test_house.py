@@ -25,19 +25,6 @@ def test_nothing_is_above_its_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "room"),
-    [
-        ("async_grpo/queue/names.py", "async_grpo/queue"),
-        ("async_grpo/rollout/engine_choice.py", "async_grpo/rollout"),
-        ("async_grpo/errors.py", "async_grpo"),
-        ("app/trainer_setup.py", "app"),
-    ],
-)
-def test_the_room_of_a_module(module: str, room: str) -> None:
-    assert house.room_of(Path(module)) == room
-
-
-@pytest.mark.parametrize(
     ("name", "count", "budget", "message"),
     [
         ("lines.a", 11, 10, "is 11, 1 above its budget. Remove as much there"),

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from async_grpo.cli import options
-from async_grpo.cli.compute import server, worker
 from async_grpo.errors import UsageError
-from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, etas, name, share
+from async_grpo.settings import ArchiveLimit, TrainingSettings, etas, name, share
 
 
 @pytest.mark.parametrize(
@@ -57,73 +53,6 @@ def test_a_size_holds_for_evaluations_and_training_together(tmp_path: Path) -> N
 def test_what_is_no_name(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="must be a name"):
         name(text)
-
-
-OTHER_TRAINING = TrainingSettings(
-    steps=3,
-    seed=7,
-    set={"learning_rate": "1e-5", "output_dir": "a, b=c"},
-    max_staleness=0,
-    run_name="warm start",
-    run_group="seeds",
-    run_tags=("a", "b c"),
-    correction="tis",
-    correction_level="sequence",
-    correction_min=0.5,
-    correction_max=3.0,
-    padding="trl",
-    accept_mismatch=True,
-    choose_prompts=True,
-    filter_zero_variance=True,
-    train_of_group=4,
-    weights="host",
-    deterministic=True,
-    max_attempts=5,
-    keep_done=ArchiveLimit(2 * 10**9, in_bytes=True),
-    eval_every=7,
-    no_eval_first=True,
-    eval_replicates=16,
-    eval_k=(2, 16),
-    eval_temperature=0.0,
-    eval_top_p=1.0,
-    eval_top_k=0,
-    publish_dtype="bf16",
-    delta_every=2,
-    delta_keep=20,
-    delta_dir="/runs/deltas",
-    resume=True,
-    stall_warning=1.5,
-)
-OTHER_WORK = WorkerSettings(
-    groups_per_claim=2,
-    score_concurrency=1,
-    score_alone=True,
-    tool_timeout=2.5,
-    stall_warning=0.5,
-    generator="hf",
-    in_flight_update="on",
-    server_devices="1,2",
-    server_timeout=60.0,
-)
-
-
-def parsed(settings: TrainingSettings | WorkerSettings) -> TrainingSettings | WorkerSettings:
-    flags = [text for field in fields(settings) for text in as_flags(field.name, getattr(settings, field.name))]
-    if isinstance(settings, TrainingSettings):
-        return options.gathered(TrainingSettings, server.build_parser().parse_args(flags))
-    return options.gathered(WorkerSettings, worker.build_parser().parse_args(flags))
-
-
-@pytest.mark.parametrize("changed", [OTHER_TRAINING, OTHER_WORK])
-def test_the_flags_of_settings_are_read_back_as_the_same_settings(changed: Any) -> None:
-    default = type(changed)()
-    assert parsed(default) == default
-    assert parsed(changed) == changed
-    for field in fields(changed):
-        value = getattr(changed, field.name)
-        assert value != field.default, f"{field.name} is not tried"
-        one = replace(default, **{field.name: value})
-        assert parsed(one) == one
 
 
 def test_strengths_of_guidance_are_over_zero_each_once() -> None:

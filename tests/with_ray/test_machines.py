@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,34 +34,6 @@ GIVE_UP_S = 600.0  # Ray's own minute, and six tries to reach it
 RUN = "worker"  # in the /tmp of the server's machine
 EVER = ("--eval-every", "0", "--steps", "1000000", "--keep-done", "1000000")  # the audit here sees no checkpoint there
 STRIKES = ("worker", "actor", "raylet", "worker", "actor", "gate", "worker", "actor", "raylet", "machine")
-CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <sys/time.h>
-#include <time.h>
-#define AHEAD 3600
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(clock, now);
-    if (!result && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += AHEAD;
-    return result;
-}
-time_t time(time_t *out) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (out) *out = now.tv_sec;
-    return now.tv_sec;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    now->tv_sec = exact.tv_sec;
-    now->tv_usec = exact.tv_nsec / 1000;
-    return 0;
-}
-"""
-"""A library that sets the clock of the programs that load it an hour ahead. No namespace has a clock of its own."""
 
 
 @pytest.fixture
@@ -205,28 +174,6 @@ def test_a_machine_that_is_frozen_for_a_minute(cluster: Machines) -> None:
         run.wait_for_groups()
         assert run.stop() == 0, run.run.output
     judged(cluster, run.folder)
-
-
-def test_a_clock_that_is_an_hour_off_changes_nothing(cluster: Machines, tmp_path: Path) -> None:
-    """The monotonic clocks of these machines differ in every test, as those of machines do."""
-    if shutil.which("gcc") is None:
-        pytest.skip("the clock is set ahead by a library that gcc makes, which is not installed here")
-    ahead, library = cluster[1], cluster[1].folder / "clock.so"
-    build = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
-    subprocess.run(build, input=CLOCK, text=True, check=True)
-    ahead.turn_off()
-    cluster.turn_on(ahead)
-    ahead.env["LD_PRELOAD"] = "/tmp/clock.so"
-    ahead.start_ray(head=cluster[0])
-    there = float(ahead.run(sys.executable, "-c", "import time; print(time.time())").stdout)
-    assert there - time.time() > 3500, "the clock is not ahead"
-    with training(cluster, "-n", "0", "--nodes", "3", *EVER) as run:
-        # Ray has not yet seen the end of the machine that was turned off: an actor may wait there for a while.
-        run.run.wait_until(lambda: run.alive() == 2, "both nodes")
-        run.both_work()
-        run.wait_for_groups()
-        assert run.stop() == 0, run.run.output
-    assert judged(cluster, run.folder).nodes().keys() == {"gpu2", "gpu3"}
 
 
 NO_DATA = """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import qwen3_1m
 from trl.generation.vllm_generation import VLLMGeneration
@@ -14,6 +16,8 @@ from vllm import SamplingParams
 from async_grpo.engines import vllm
 from async_grpo.engines.vllm_options import sampling_options
 from async_grpo.engines.vllm_sampling import parameters
+from kit.runs import command
+from kit.waiting import until_gone
 
 END, SECOND_END = 40, 33  # of the tokenizer, and one that the model's generation_config names beside it
 OF_THE_CONFIG: dict[str, list[Any]] = {
@@ -122,3 +126,22 @@ def test_the_fields_that_no_draw_has_are_refused_or_do_not_matter() -> None:
         given.args.generation_kwargs = {name: 1}
         with pytest.raises(vllm.UnsupportedError, match=name):
             sampling_options(given)
+
+
+# --- Plain TRL starts a real vLLM server, which answers; without a GPU TRL cannot send it weights, and the run ends
+
+SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
+OPTIONS = ("--device", "cpu", "--generator", "vllm-server", "--set", "vllm_mode=server")
+
+
+@pytest.mark.slow
+def test_the_server_of_plain_trl_answers_and_ends_with_the_run(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "log_vllm_server.txt"
+    family: list[psutil.Process] = []
+    with command("train", SETUP, "--run-dir", "run", *OPTIONS, cwd=tmp_path, TEST_USE_VLLM="1") as run:
+        run.wait_until(lambda: log.exists() and "GET /health" in log.read_text(), "an answer of the server")
+        family += run.children()
+        assert run.wait() == 2, run.output
+    assert "TRL cannot send weights to a vLLM server here" in run.output
+    assert not (tmp_path / "run" / "vllm_server").exists()
+    until_gone(family)

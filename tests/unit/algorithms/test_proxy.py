@@ -1,4 +1,4 @@
-"""The proxy reward model: pairs of token ids, scores in any batch, and bounds that are fixed."""
+"""Algorithms of pairs and of rounds: what a proxy learns, DPO's loss and its rounds, GRPO and GRPO-HF."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from async_grpo.errors import UsageError
-from async_grpo_experiments.algorithms.protocols import Cut
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.shape import as_json
+from async_grpo_experiments.algorithms.dpo import DPO, DPOSettings
+from async_grpo_experiments.algorithms.grpo import GRPO, GRPOHF, GRPOHFSettings, GRPORound, GRPOSettings, trainer_of
+from async_grpo_experiments.algorithms.protocols import Cut, collect
 from async_grpo_experiments.algorithms.proxy import (
     RECORD,
     Proxy,
@@ -26,7 +30,9 @@ from async_grpo_experiments.algorithms.proxy import (
 from async_grpo_experiments.algorithms.rows import NO_ROWS, Rows, best_and_worst
 from async_grpo_experiments.reward_models import prompt_ids, scores_of_texts
 from async_grpo_experiments.worlds.enumerable import Enumerable, all_sequences
-from async_grpo_experiments.worlds.tiny import endless_transformer, save, words_tokenizer
+from async_grpo_experiments.worlds.sampler import CutSampler
+from async_grpo_experiments.worlds.sentiment import sentiment_reward, sentiment_rows, sentiment_tokenizer
+from async_grpo_experiments.worlds.tiny import endless_transformer, save, small_transformer, words_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +131,142 @@ def test_it_is_a_reward_function_that_scores_the_tokens_that_were_sampled(
     tokenizer = words_tokenizer("abcdefgh")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} h"
     assert prompt_ids(tokenizer, [{"role": "user", "content": "a b"}]) == [0, 1, 7]
+
+
+# --- DPO on rows of token ids, by TRL's trainer ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_dpo(tmp_path_factory: pytest.TempPathFactory) -> DPOSettings:
+    tokenizer = words_tokenizer("abcdefgh")
+    reference = save(tmp_path_factory.mktemp("reference"), endless_transformer(tokenizer), tokenizer)
+    small = {"num_workers": 0, "batch_size": 8, "micro_batch_size": 8, "gradient_checkpointing": False}
+    return DPOSettings(reference=reference, **small)
+
+
+def rows_of(dpo: DPO) -> Rows:
+    world = Enumerable.ascents()
+    return dpo.rows(collect(dpo.plan(12), lambda cuts: world.answers(cuts, seed=len(cuts))))
+
+
+def ten_lines(policy: torch.nn.Module, reference: torch.nn.Module, rows: Rows, beta: float) -> torch.Tensor:
+    def logprob(model: torch.nn.Module, row: object) -> torch.Tensor:
+        ids = torch.tensor([row.tokens])
+        logps = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        return logps[row.unlabelled - 1 :].sum()
+
+    margins = []
+    for chosen, rejected in rows.groups():
+        ratios = [logprob(policy, row) - logprob(reference, row).detach() for row in (chosen, rejected)]
+        margins.append(ratios[0] - ratios[1])
+    return torch.nn.functional.softplus(-beta * torch.stack(margins)).mean()
+
+
+@pytest.mark.parametrize("loss_type", [["sigmoid"], ["sigmoid", "sft"]])
+def test_loss_and_gradient_are_those_of_the_formula(of_dpo: DPOSettings, loss_type: list[str], tmp_path: Path) -> None:
+    dpo = DPO(replace(of_dpo, loss_type=loss_type))
+    rows = Rows(rows_of(dpo).items[:8])
+    trainer = dpo.trainer(rows, None, tmp_path)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight += 0.02 * torch.randn_like(weight)
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(4)])
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    found = [weight.grad.clone() for weight in trainer.model.parameters()]
+    trainer.model.zero_grad()
+    expected = ten_lines(trainer.model, trainer.ref_model, rows, of_dpo.beta)
+    if "sft" in loss_type:
+        chosen = [row for row in rows.items if row.label == 1]
+        tokens = torch.cat([torch.tensor(row.continuation) for row in chosen])
+        logits = [trainer.model(torch.tensor([row.tokens])).logits[0, row.unlabelled - 1 : -1] for row in chosen]
+        expected = expected + torch.nn.functional.cross_entropy(torch.cat(logits), tokens)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    for gradient, weight in zip(found, trainer.model.parameters(), strict=True):
+        assert torch.allclose(gradient, weight.grad, atol=1e-5)
+
+
+def test_it_trains_from_the_round_before_against_the_original_reference(of_dpo: DPOSettings, tmp_path: Path) -> None:
+    dpo = DPO(replace(of_dpo, max_steps=30, lr=3e-3))
+    rows = rows_of(dpo)
+    first = dpo.train(rows, out=tmp_path / "1")
+    assert first.folder == tmp_path / "1/model" and first.steps == 30 and first.loss < 0.69
+    second = dpo.trainer(rows, first.folder, tmp_path / "2")
+    weights = [dict(model.named_parameters()) for model in (second.model, second.ref_model)]
+    name = "model.layers.0.mlp.fc1.weight"
+    original = dpo.trainer(rows, None, tmp_path / "3").model.get_parameter(name)
+    assert torch.equal(weights[1][name], original) and not torch.equal(weights[0][name], original)
+    with pytest.raises(UsageError, match="holds what another training left"):
+        dpo.train(rows, out=tmp_path / "1")
+
+
+def test_its_temperature_is_1(of_dpo: DPOSettings) -> None:
+    with pytest.raises(UsageError, match="loss is at temperature 1, and temperature is 0"):
+        replace(of_dpo, temperature=0.7)
+
+
+def test_a_row_longer_than_the_model_is_refused_and_never_cut(of_dpo: DPOSettings, tmp_path: Path) -> None:
+    rows = rows_of(DPO(of_dpo))
+    long = replace(rows.items[1], continuation=(1,) * 256)
+    with pytest.raises(UsageError, match=r"row 1 \(problem \d+\) has \d+ tokens, and the model has 256 positions"):
+        DPO(of_dpo).train(Rows((rows.items[0], long)), out=tmp_path)
+
+
+# --- GRPO and GRPO-HF: -------------------------------------------------------------------------------------------
+
+REWARD = "async_grpo_experiments.worlds.sentiment:sentiment_reward"
+
+
+@pytest.fixture
+def of_grpo(tmp_path: Path) -> GRPOHFSettings:
+    tokenizer = sentiment_tokenizer()
+    reference = save(tmp_path / "reference", small_transformer(tokenizer, width=32, layers=1), tokenizer)
+    small = {"num_workers": 0, "batch_size": 16, "micro_batch_size": 16, "gradient_checkpointing": False}
+    return GRPOHFSettings(reference=reference, max_steps=3, lr=1e-3, max_new_tokens=8, workers=1, **small)
+
+
+def test_a_later_round_trains_its_model_and_keeps_to_the_original_reference(
+    of_grpo: GRPOHFSettings, tmp_path: Path
+) -> None:
+    tokenizer = sentiment_tokenizer()
+    later = save(tmp_path / "later", small_transformer(tokenizer, width=32, layers=1, seed=1), tokenizer)
+    own = GRPOSettings(reference=of_grpo.reference, max_new_tokens=8, kl_coef=0.1)
+    given = {"problems": sentiment_rows(8), "reward": REWARD, "output": str(tmp_path / "out")}
+    round_ = GRPORound(settings=own, model=later, **given)
+    write_json(tmp_path / "round.json", as_json(round_))
+    trainer = trainer_of(tmp_path / "round.json")
+    name = "model.layers.0.mlp.up_proj.weight"
+    policy, reference = (model.get_parameter(name) for model in (trainer.model, trainer.ref_model))
+    assert torch.equal(policy, small_transformer(tokenizer, width=32, layers=1, seed=1).get_parameter(name))
+    assert torch.equal(reference, small_transformer(tokenizer, width=32, layers=1).get_parameter(name))
+    assert (trainer.args.beta, trainer.args.num_generations, trainer.args.max_completion_length) == (0.1, 4, 8)
+    assert trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps == 24
+
+
+def test_grpo_asks_for_nothing_beforehand_and_spares_what_another_training_left(
+    of_grpo: GRPOHFSettings, tmp_path: Path
+) -> None:
+    grpo = GRPO(of_grpo, sentiment_rows(8), REWARD)
+    assert collect(grpo.plan(8), lambda cuts: pytest.fail("nothing is asked")) == [] and grpo.rows([]) == NO_ROWS
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UsageError):
+        grpo.train(out=tmp_path)
+
+
+@pytest.mark.slow
+def test_two_rounds_of_grpo_hf_with_one_proxy(of_grpo: GRPOHFSettings, tmp_path: Path) -> None:
+    problems = sentiment_rows(16)
+    tokenizer = sentiment_tokenizer()
+    model = small_transformer(tokenizer, width=32, layers=1)
+    sampler = CutSampler(model, tokenizer, problems, sentiment_reward, max_new_tokens=8)
+    algorithm = GRPOHF(replace(of_grpo, bradley_terry_sampling=False), problems)
+    torch.manual_seed(0)
+    rows = algorithm.rows(collect(algorithm.plan(16), sampler.answer))
+    first = algorithm.train(rows, out=tmp_path / "1")
+    second = algorithm.train(rows, first.folder, out=tmp_path / "2")
+    assert (first.steps, second.steps) == (3, 3)
+    proxies = [(tmp_path / name / "proxy" / "proxy.json").read_text() for name in ("1", "2")]
+    assert proxies[0] == proxies[1]
+    assert algorithm.rows(collect(algorithm.plan(16, 2), sampler.answer)) == NO_ROWS

@@ -11,11 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.groups import FinishedGroups, GroupFate, RunResumed, UsedStep
-from async_grpo.archive.history import Dropped
-from async_grpo.errors import RunDirError
+from async_grpo.archive.history import (
+    ConsumptionRecord,
+    Dropped,
+    Used,
+    UsedBatch,
+    final_history,
+    parse_entry,
+    read_record,
+)
+from async_grpo.archive.rollout_state import FILE_NAME, RolloutState, pack_consumed, read, write
+from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.reports.rollouts import BEST, WORST, select
 from kit.archived_run import ArchivedRun, three_steps
 
@@ -170,3 +181,161 @@ def test_the_worst_and_the_best(tmp_path: Path) -> None:
     assert [it.total for it in select(groups, order=BEST, limit=9, step=2).rollouts] == [2.0]
     newest = select(groups, limit=3)
     assert newest.more and [it.found.group.job.seq for it in newest.rollouts] == [4, 4, 3]
+
+
+# --- The record of what each step used: --------------------------------------------------------------------------
+
+
+def _batch(*seqs: int, version: int) -> UsedBatch:
+    return UsedBatch(version_used=version, seqs=list(seqs), policy_versions=[version] * len(seqs))
+
+
+def _record(path: Path, resumed_from: int | None) -> ConsumptionRecord:
+    return ConsumptionRecord(path, run_id="r", resumed_from=resumed_from, max_staleness=4)
+
+
+def _history(path: Path) -> list[tuple[int, Used]]:
+    processes, broken = read_record(path, "r")
+    assert not broken
+    return final_history(processes)
+
+
+def test_a_resume_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "consumed.jsonl"
+    first = _record(path, None)
+    first.used(1, [_batch(0, 1, version=0)])
+    first.used(2, [_batch(2, 3, version=1)])
+    first.close()
+    second = _record(path, 1)
+    second.used(2, [_batch(3, 2, version=1)])
+    second.dropped(4, "over age")
+    second.close()
+    assert _history(path) == [(0, Used(1, _batch(0, 1, version=0))), (1, Used(2, _batch(3, 2, version=1)))]
+
+
+def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "consumed.jsonl"
+    first = _record(path, None)
+    first.used(1, [_batch(0, 1, version=0)])
+    first.sync()
+    first.used(2, [_batch(2, 3, version=1)])
+    first.close()
+    path.write_bytes(path.read_bytes()[:-20])
+    _record(path, 1).close()
+    assert _history(path) == [(0, Used(1, _batch(0, 1, version=0)))]
+    assert path.read_text().count("\n") == 3
+
+
+def test_each_broken_line_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "consumed.jsonl"
+    path.write_text('{"dropped": 1}\n')
+    record = _record(path, None)
+    record.used(1, [_batch(0, 1, version=0)])
+    record.close()
+    _record(path, None).close()
+    path.write_text(path.read_text().replace('"r"', '"other"', 1) + "{nonsense}\n" + '{"step"')
+    (process,), broken = read_record(path, "r")
+    assert process.used == []
+    assert [line.partition(" is broken: ")[0] for line in broken] == [
+        f"Line {number} of consumed.jsonl" for number in (1, 2, 3, 5, 6)
+    ]
+    assert read_record(tmp_path / "none", "r") == ([], [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1, "version_used": 1, "seqs": 3, "policy_versions": 3}',
+        '{"step": 1, "version_used": 1, "seqs": ["a"], "policy_versions": [1]}',
+        '{"step": [], "version_used": 1, "seqs": [1], "policy_versions": [1]}',
+        '{"dropped": Infinity}',
+        "[" * 100_000,
+    ],
+)
+def test_a_line_with_values_of_another_type_is_broken(line: str) -> None:
+    with pytest.raises(BadFileError):
+        parse_entry(line)
+
+
+# --- Which groups a checkpoint was trained on --------------------------------------------------------------------
+
+
+def state(step: int = 3, run_id: str = "mine", **changes: object) -> RolloutState:
+    fields = {"next_seq": 9, "rounds": 3, "unusable": [2], "consumed_below": 4, "consumed": [6], **changes}
+    return RolloutState(run_id=run_id, step=step, **fields)  # type: ignore[arg-type]
+
+
+def test_a_round_of_any_size_is_read_back(tmp_path: Path) -> None:
+    """512 prompts a batch: more than the queue has open at once."""
+    write(tmp_path, state(next_seq=600, rounds=1, unusable=[], consumed_below=512, consumed=[]))
+    assert read(tmp_path / FILE_NAME) == state(next_seq=600, rounds=1, unusable=[], consumed_below=512, consumed=[])
+    write(tmp_path, state(next_seq=600, rounds=0, unusable=[], consumed_below=512, consumed=[]))
+    with pytest.raises(BadFileError, match="0 rounds cannot have consumed 512 groups"):
+        read(tmp_path / FILE_NAME)
+
+
+def test_packing_keeps_the_set_small() -> None:
+    assert pack_consumed(0, {0, 1, 2, 5}) == (3, {5})
+    assert pack_consumed(2, {3, 5}, unusable=[0, 2]) == (4, {5})
+    assert pack_consumed(0, set()) == (0, set())
+    assert pack_consumed(0, {4}) == (0, {4})
+    assert pack_consumed(0, {0}, unusable=[1, 3]) == (2, set())
+
+
+@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), st.integers(0, 60))
+def test_packing_loses_nothing(consumed: set[int], others: set[int], earlier: int) -> None:
+    """Neither at once nor in two parts."""
+    unusable = others - consumed
+    packed = pack_consumed(0, {seq for seq in consumed if seq < earlier}, unusable)
+    below, above = pack_consumed(packed[0], packed[1] | consumed, unusable)
+    saved = state(consumed_below=below, consumed=sorted(above), unusable=sorted(unusable))
+    assert set(saved.consumed_seqs()) == consumed and saved.consumed_groups == len(consumed)
+    assert {seq for seq in range(70) if saved.has_consumed(seq)} == consumed
+    assert {seq for seq in range(70) if seq in saved} == consumed | unusable
+
+
+# --- Which groups teach nothing: ---------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize(
+    ("rewards", "weights", "nothing"),
+    [
+        ([[1.0, 0.5], [1.0, 0.5]], None, True),
+        ([[1.0, 0.5], [0.0, 0.5]], None, False),
+        ([[0.3], [0.3], [0.3]], None, True),
+        ([[1.0, 0.5], [0.0, 0.5]], (0.0, 1.0), True),  # the first does not count
+        ([[1.0, NAN], [1.0, NAN]], None, True),
+        ([[NAN, NAN], [1.0, 0.0]], None, True),  # one completion has a reward: nothing to compare it with
+        ([[1.0], [NAN], [0.0]], None, False),
+    ],
+)
+def test_groups_that_teach_nothing(
+    aggregation: str, rewards: list[list[float]], weights: tuple[float, ...] | None, nothing: bool
+) -> None:
+    rule = AdvantageRule(multi_objective_aggregation=aggregation, reward_weights=weights)
+    group = np.array(rewards, np.float32)
+    assert rule.teaches_nothing(group) == nothing
+    assert (np.abs(rule.advantages([group])[0]).max() < 1e-3) == nothing, "the advantages say the same"
+
+
+def test_functions_that_disagree_teach_something_where_each_is_normalised() -> None:
+    group = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], np.float32)  # all sums are 1
+    assert AdvantageRule().teaches_nothing(group)
+    each = AdvantageRule(multi_objective_aggregation="normalize_then_sum", reward_weights=(1.0, 1.0))
+    assert not each.teaches_nothing(group)
+    weighted = AdvantageRule(multi_objective_aggregation="normalize_then_sum", reward_weights=(3.0, 1.0))
+    assert np.abs(weighted.advantages([group])[0]).min() > 0.1, "TRL's advantages of such a group"
+
+
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_an_infinite_reward_takes_the_advantages_of_its_group_or_function(wrong: float) -> None:
+    group = np.array([[wrong, 1.0], [2.0, 3.0], [0.0, 1.0]], np.float32)
+    each = AdvantageRule(multi_objective_aggregation="normalize_then_sum")
+    assert AdvantageRule().teaches_nothing(group)
+    assert not AdvantageRule().advantages([group])[0].any()
+    assert not each.teaches_nothing(group), "the second function compares them"
+    assert each.advantages([group])[0].all()

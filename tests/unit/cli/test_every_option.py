@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from async_grpo.checks.plan.trainer_facts import Question
-from async_grpo.cli import main
+from async_grpo.cli import main, options
+from async_grpo.cli.compute import server, worker
 from async_grpo.cli.compute import train as train_command
 from async_grpo.rundir.run_plan import RunPlan
+from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup import process
 from async_grpo.setup.devices import CPU
 from kit.commands import Says
@@ -254,3 +257,26 @@ def test_a_trainer_that_asks_for_no_server_gets_none(
 def test_other_commands_refuse_the_same(command: list[str], words: str, refused: Says, tmp_path: Path) -> None:
     assert words in refused(*command)
     assert [path.name for path in tmp_path.iterdir()] == ["setup.py"], "nothing was begun"
+
+
+def parsed(settings: TrainingSettings | WorkerSettings) -> TrainingSettings | WorkerSettings:
+    flags = [text for field in fields(settings) for text in as_flags(field.name, getattr(settings, field.name))]
+    if isinstance(settings, TrainingSettings):
+        return options.gathered(TrainingSettings, server.build_parser().parse_args(flags))
+    return options.gathered(WorkerSettings, worker.build_parser().parse_args(flags))
+
+
+OTHERS = {row[2].rpartition(".")[2]: row[3] for row in ROWS.values()}
+OTHERS |= {"keep_done": ArchiveLimit(2 * 10**9, in_bytes=True), "weights": "host", "run_tags": ("a", "b c")}
+
+
+@pytest.mark.parametrize("kind", [TrainingSettings, WorkerSettings])
+def test_the_flags_of_settings_are_read_back_as_the_same_settings(kind: type[Any]) -> None:
+    default, changed = kind(), kind(**{field.name: OTHERS[field.name] for field in fields(kind)})
+    assert parsed(default) == default
+    assert parsed(changed) == changed
+    for field in fields(changed):
+        value = getattr(changed, field.name)
+        assert value != field.default, f"{field.name} is not tried"
+        one = replace(default, **{field.name: value})
+        assert parsed(one) == one

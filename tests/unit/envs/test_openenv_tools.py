@@ -83,7 +83,7 @@ def test_a_server_that_is_lost_is_no_reward() -> None:
     environment.reset()
     with pytest.raises(PeerDiedError, match="max_concurrent_envs"):
         environment.step(direction="off")
-    with pytest.raises(PeerDiedError, match="gone"):
+    with pytest.raises(PeerDiedError):
         environment.get_reward()
     environment.reset()
     assert environment.get_reward() == 0.0

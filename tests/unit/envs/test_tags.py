@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from async_grpo.engines import stop_tags
 from async_grpo.envs import SearchEnv, with_tags
+from async_grpo.envs.conversations import Lockstep
 from async_grpo.envs.tags import message_of
 from async_grpo.errors import UsageError
 from async_grpo.rewards import questions
@@ -108,3 +110,46 @@ def test_the_format_of_a_malformed_call_is_no_call() -> None:
     assert of(THOUGHT + CALL + " more")[0] < 0.2
     assert of(THOUGHT + "<tool>{}</tool>")[0] < 0.2
     assert of(THOUGHT + "<tool>{}</tool>")[1] == pytest.approx(0.1)
+
+
+# --- The episodes of a batch, run together: ----------------------------------------------------------------------
+
+
+class Trainer:
+    """Continues each prompt by one token."""
+
+    def _generate_single_turn(self, prompts: list[list[int]], *_: Any) -> tuple[list[list[int]], None]:
+        return [[len(prompt)] for prompt in prompts], None
+
+
+def answers() -> list[list[int]]:
+    lockstep = Lockstep(Trainer())
+
+    async def episode(prompt: list[int]) -> list[int]:
+        first, _ = await lockstep.tokens(prompt)
+        second, _ = await lockstep.tokens([*prompt, *first])
+        return first + second
+
+    return lockstep.run([episode([7]), episode([7, 8])])
+
+
+def test_in_a_running_loop_they_run_too_and_it_goes_on() -> None:
+    async def cell() -> list[list[int]]:
+        inner = answers()
+        assert asyncio.get_running_loop() is asyncio.get_event_loop()
+        await asyncio.sleep(0)
+        return inner
+
+    assert asyncio.run(cell()) == answers() == [[1, 2], [2, 3]]
+
+
+def test_an_episode_that_raises_leaves_the_loop_outside_as_it_was() -> None:
+    async def fails() -> None:
+        raise LookupError("no such tool")
+
+    async def cell() -> None:
+        with pytest.raises(LookupError, match="no such tool"):
+            Lockstep(Trainer()).run([fails()])
+        await asyncio.sleep(0)
+
+    asyncio.run(cell())

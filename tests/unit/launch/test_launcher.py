@@ -17,6 +17,7 @@ from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.launch import host_memory, launcher
+from async_grpo.launch.host_memory import MemoryWatch
 from async_grpo.launch.launcher import NOTHING_TRAINED, launch
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
@@ -280,3 +281,38 @@ def test_a_resume_that_is_stopped_while_the_server_loads_changes_nothing(stage: 
     before = stage.run.state_file.read_bytes()
     assert stage.launch(resume=True) == 0
     assert stage.run.state_file.read_bytes() == before
+
+
+# --- Whether a killed process was killed for lack of memory, by what the kernel says -----------------------------
+
+
+@pytest.fixture(params=["2", "1"])
+def counter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The counter of our group, in either version of control groups."""
+    group = {"2": "a/b/memory.events", "1": "memory/a/b/memory.oom_control"}[request.param]
+    line = {"2": "0::/a/b", "1": "4:cpu,memory:/a/b\n0::/"}[request.param]
+    (tmp_path / group).parent.mkdir(parents=True)
+    (tmp_path / group).write_text("oom_kill_disable 0\noom_kill 2\n")
+    (tmp_path / "membership").write_text(f"9:pids:/\n{line}\n")
+    monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    return tmp_path / group
+
+
+def test_what_the_kernel_counts_meanwhile(counter: Path) -> None:
+    watch = MemoryWatch()
+    assert watch.verdict() == "by another process: its control group has reported no lack of memory"
+    counter.write_text("oom_kill 3\n")
+    assert watch.verdict().startswith("most likely out of memory: the kernel has killed a process of its control group")
+    assert "no lack of memory" in MemoryWatch().verdict(), "what was before is no matter"
+
+
+@pytest.mark.parametrize("says", ["nothing", "something else", "no membership"])
+def test_a_kernel_that_does_not_count(counter: Path, says: str) -> None:
+    if says == "nothing":
+        counter.unlink()
+    elif says == "something else":
+        counter.write_text("under_oom 0\nx\n")
+    else:
+        host_memory._MEMBERSHIP.unlink()
+    assert "no lack of memory" in MemoryWatch().verdict()

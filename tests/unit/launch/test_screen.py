@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
@@ -16,12 +25,84 @@ from stage import FOLLOW_THE_RUN, LAUNCH, REAL_PYTHON, Stage, launch_env
 from async_grpo.launch import screen as screen_module
 from async_grpo.launch.child_log import LogLine, LogTail
 from async_grpo.launch.screen import LineFilter, PanelScreen, Screen, fitting
+from async_grpo.log import logger
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup.library_warnings import SAID_BY
+from async_grpo.setup.process import LOG_FORMAT
 from async_grpo.status import snapshot
+from async_grpo.telemetry.run_log import STEP
 from kit.plans import planned
-from kit.pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
+
+DEADLINE_S = 240.0
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+_SEQUENCE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
+
+
+def plain(text: str) -> str:
+    """Without the sequences that move the cursor or colour."""
+    return _SEQUENCE.sub("", text)
+
+
+class PseudoTerminal:
+    """Runs `command` as a user would at a terminal of `columns` columns."""
+
+    def __init__(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], columns: int = 80) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.settings_before = termios.tcgetattr(theirs)
+        names = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI")}
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**names, "TERM": "xterm-256color"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        self._theirs = theirs  # kept open, so that nothing is lost when the command ends
+        self.written = b""
+
+    @property
+    def text(self) -> str:
+        """Everything that was written, as one would read it."""
+        return plain(self.written.decode(errors="replace"))
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._ours, b"\x03")
+
+    def read_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}:\n{self.text[-4000:]}"
+            self._read(0.1)
+
+    def wait(self) -> int:
+        """The exit code, once everything that it wrote is here."""
+        self.read_until(lambda: self.process.poll() is not None, "end")
+        while self._read(0):
+            pass
+        return self.process.returncode
+
+    def is_clean(self) -> bool:
+        """The cursor is visible, and the terminal's settings are what they were."""
+        visible = self.written.rfind(SHOW_CURSOR) >= self.written.rfind(HIDE_CURSOR)
+        return visible and termios.tcgetattr(self._theirs) == self.settings_before
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+    def _read(self, timeout_s: float) -> bool:
+        ready, _, _ = select.select([self._ours], [], [], timeout_s)
+        if ready:
+            self.written += os.read(self._ours, 1 << 16)
+        return bool(ready)
 
 
 def step(second: int, number: int) -> LogLine:
@@ -208,3 +289,91 @@ def test_in_the_background_of_a_terminal_a_run_goes_on(tmp_path: Path) -> None:
     with terminal(IN_BACKGROUND, str(tmp_path), cwd=tmp_path) as screen:
         assert screen.wait() == 0, screen.text
         assert "[launcher] it continues" in screen.text and screen.is_clean()
+
+
+# --- What the launcher shows of its children's logs --------------------------------------------------------------
+
+LINE = "12:00:00 INFO    "
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log_worker_1.txt"
+
+
+def append(path: Path, text: str | bytes) -> None:
+    with path.open("ab") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+
+
+def test_our_lines_are_shown_once_with_the_child_s_name_and_library_noise_is_not(log: Path) -> None:
+    tail = LogTail(log, "worker 1")
+    assert tail.new_lines() == []
+    append(log, f"{LINE}hello\nDownloading shards: 100%\n  warnings.warn(\n12:00:01 WARNING slow\n")
+    assert [str(line) for line in tail.new_lines()] == [f"[worker 1] {LINE}hello", "[worker 1] 12:00:01 WARNING slow"]
+    assert tail.new_lines() == []
+
+
+def test_what_an_earlier_run_wrote_is_not_shown(log: Path) -> None:
+    append(log, f"{LINE}old\nerror: old\n")
+    tail = LogTail(log, "w")
+    append(log, f"{LINE}new\n")
+    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}new"]
+    assert tail.last_words() == f"{LINE}new"
+
+
+def test_last_words_begin_at_the_last_error_or_traceback(log: Path) -> None:
+    tail = LogTail(log, "w")
+    traceback = "Traceback (most recent call last):\n  File x\nValueError: no"
+    append(log, f"error: first\n{LINE}again\n{traceback}\n")
+    assert tail.last_words() == traceback
+    append(log, "error: The directory is in use.\nWait for it.\n")
+    assert tail.last_words() == "error: The directory is in use.\nWait for it."
+
+
+def test_last_words_without_an_error_are_the_last_lines(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, "".join(f"line {number}\n" for number in range(100)))
+    assert tail.last_words().splitlines() == [f"line {number}" for number in range(70, 100)]
+
+
+def test_last_words_are_all_there_after_lines_were_shown(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, "error: broken\n")
+    tail.new_lines()
+    assert tail.last_words() == "error: broken"
+
+
+def test_a_child_that_wrote_nothing(log: Path) -> None:
+    assert LogTail(log, "w").last_words() == "(it wrote nothing)"
+
+
+def test_what_a_model_wrote_does_not_steer_the_terminal(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, f"{LINE}bad answer \x1b]0;hi\x07\nerror: \x1b[2J gone\n")
+    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}bad answer \\x1b]0;hi\\x07"]
+    assert tail.last_words() == "error: \\x1b[2J gone"
+
+
+def test_what_the_log_writes_is_read_with_its_level(log: Path) -> None:
+    tail = LogTail(log, "server")
+    sink = logger.add(log, format=LOG_FORMAT, level="INFO")
+    try:
+        logger.log(STEP, "step 1/2")
+        logger.warning("two\nlines")
+    finally:
+        logger.remove(sink)
+    first, second = tail.new_lines()
+    assert first == LogLine("server", first.time, "STEP", "step 1/2")
+    assert (second.level, second.text) == ("WARNING", "two")
+
+
+def test_the_last_words_of_a_log_that_was_deleted_meanwhile(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    tail = LogTail(log, "w")
+    log.write_text("12:00:00 INFO    it begins\n")
+    tail.new_lines()
+    with log.open("a") as file:
+        log.unlink()
+        file.write("error: the directory is gone\n")
+    assert tail.last_words() == "error: the directory is gone"

@@ -134,7 +134,7 @@ def test_a_worker_notices_that_its_lock_file_was_deleted(worker: WorkerQueue) ->
 def test_a_link_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "q").mkdir(mode=0o700)
     (tmp_path / "q" / "queue").symlink_to(tmp_path)
-    with pytest.raises(RunDirError, match="links are not followed"):
+    with pytest.raises(RunDirError):
         ServerQueue.open(tmp_path / "q", RUN)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+import torch
 
+from async_grpo.rollout.held_data import PATIENCE, Numberless
 from async_grpo.tokens import NO_VERSION, Tokens, as_tokens, ids_and_logprobs
 from async_grpo.tokens.transcript import TokenLimits, Transcript
 
@@ -76,3 +78,35 @@ def test_the_model_has_the_tokens_that_the_completion_and_the_sequence_leave(
     transcript = Transcript([7, 8])
     transcript.write(sampled(1, 2, 3))
     assert transcript.tokens_left(TokenLimits(completion=completion, sequence=sequence), unread=[9, 9]) == left
+
+
+# --- Reward functions that give nothing but NaN: -----------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def test_a_function_that_is_the_only_one_is_warned_of_at_once_and_once(warnings: list[str]) -> None:
+    numberless = Numberless()
+    for _ in range(PATIENCE + 1):
+        numberless.saw(["right"], torch.tensor([[NAN], [NAN]]), groups=1)
+    assert len(warnings) == 1
+    assert "the reward function right gave no number, only NaN or None, for any of 2 completions" in warnings[0]
+    assert "nothing is learnt from them" in warnings[0]
+
+
+def test_each_function_has_its_own_warning_when_some_groups_had_none_of_it(warnings: list[str]) -> None:
+    numberless = Numberless()
+    for seq in range(PATIENCE):
+        assert len(warnings) == 0, f"before group {seq}"
+        numberless.saw(["right", "form", "form"], torch.tensor([[NAN, 1.0, NAN]]), groups=1)
+    assert [line.partition(" gave")[0].split(maxsplit=3)[3] for line in warnings] == ["right", "form (2)"]
+    assert f"any of {PATIENCE} completions so far: it has no part in the reward" in warnings[0]
+
+
+def test_a_function_that_is_for_some_rows_only_is_not_warned_of(warnings: list[str]) -> None:
+    numberless = Numberless()
+    numberless.saw(["sums", "words"], torch.tensor([[NAN, 1.0]]), groups=1)
+    numberless.saw(["sums", "words"], torch.tensor([[0.5, NAN]]), groups=1)
+    for _ in range(PATIENCE):
+        numberless.saw(["sums", "words"], torch.tensor([[NAN, 1.0]]), groups=1)
+    assert warnings == []

@@ -285,7 +285,7 @@ def test_weights_that_cannot_be_had_while_the_server_lives_end_the_worker(
     setting.worker._version = 0
 
     monkeypatch.setattr(setting.weights, "lease", Mock(side_effect=ExporterDiedError("gone")))
-    with pytest.raises(WaitTimeoutError, match="version 0 of the weights"):
+    with pytest.raises(WaitTimeoutError):
         setting.run()
     assert setting.engine.steps == 0
     assert (setting.queue.failed, setting.queue.handed_back) == ([], [])

@@ -123,7 +123,7 @@ def test_the_curves_of_an_earlier_version_get_a_folder_that_is_private(tmp_path:
     make_folder(tmp_path / "tensorboard", in_private=True)
     assert (tmp_path / "tensorboard").stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "tensorboard")
-    with pytest.raises(RunDirError, match="links are not followed"):
+    with pytest.raises(RunDirError):
         make_folder(tmp_path / "link", in_private=True)
 
 

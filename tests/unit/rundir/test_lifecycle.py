@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_grpo.errors import RunDirError
+from async_grpo.errors import BadFileError, RunDirError, RunRefused
+from async_grpo.queue import ServerQueue
 from async_grpo.records import WorkerId
-from async_grpo.rundir import lifecycle
+from async_grpo.rundir import lifecycle, refusal
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
@@ -273,3 +275,30 @@ def test_a_preview_says_what_a_start_would_do_and_does_nothing(
     prepare(root, planned(CONFIG, **flags))
     assert folder.is_dir()
     assert (folder != root) == (fate is Fate.MOVED_ASIDE)
+
+
+# --- A worker that ends the run, and the server that hears of it -------------------------------------------------
+
+
+def test_the_server_ends_with_the_sentence_of_the_first_worker_that_refuses(tmp_path: Path) -> None:
+    with closing(ServerQueue.open(tmp_path, "run", watch_workers=False)) as server:
+        assert server.finished() == []
+        refusal.write_refusal(tmp_path, "dev2", RunRefused("rollout_func returned no log-probabilities."))
+        with pytest.raises(RunRefused, match=r"^rollout_func returned no log-probabilities\.$"):
+            server.finished()
+
+
+def test_a_resume_asks_the_workers_again(tmp_path: Path) -> None:
+    root, config = tmp_path / "worker", tmp_path / "my_trainer.py"
+    state = prepare(root, planned(config))
+    RunDir(root).update_state(of=state.run_id, state="failed", step=3)
+    refusal.write_refusal(root, "dev1", RunRefused("no"))
+    assert refusal.read_refusal(root) == refusal.Refusal("dev1", "no")
+    prepare(root, planned(config, resume=True))
+    assert refusal.read_refusal(root) is None
+
+
+def test_a_file_of_others_is_named(tmp_path: Path) -> None:
+    (tmp_path / refusal.FILE).write_text('{"worker": 1}')
+    with pytest.raises(BadFileError, match=r"refused\.json"):
+        refusal.raise_refusal(tmp_path)

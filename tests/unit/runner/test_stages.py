@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,12 +18,15 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo_experiments import loop_progress
 from async_grpo_experiments.algorithms.protocols import Cut, PreferenceSettings
-from async_grpo_experiments.algorithms.rows import NO_ROWS, preferable
+from async_grpo_experiments.algorithms.rows import NO_ROWS, LabelledRow, Rows, preferable
+from async_grpo_experiments.guidance.head import ValueHead
 from async_grpo_experiments.problems.table import load
 from async_grpo_experiments.reward_models import load_reward_model
-from async_grpo_experiments.runner import stages
+from async_grpo_experiments.runner import stages, states
 from async_grpo_experiments.runner.config import ExperimentConfig, checked
-from async_grpo_experiments.runner.graph import jobs_of
+from async_grpo_experiments.runner.config_files import write_config
+from async_grpo_experiments.runner.experiment import ranks_command, stage_command
+from async_grpo_experiments.runner.graph import graph_of, jobs_of
 from async_grpo_experiments.runner.stage_settings import check, settings_of
 from async_grpo_experiments.runner.stages import SampledAnswers, StageOutOfMemory, Work
 from async_grpo_experiments.worlds.sentiment import sentiment_tokenizer
@@ -182,3 +188,65 @@ def test_a_long_loop_says_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loop_progress.logger, "info", said.append)
     assert [*loop_progress.told("abc", "letters are read")] == ["a", "b", "c"]
     assert said[-1] == "2 of 3 letters are read"
+
+
+# --- A training stage in two processes, which accelerate starts, on the CPU with gloo: ---------------------------
+
+NAME = "QSharp_tiny_sums_r1.train"
+
+
+def trained(root: Path, reference: str, processes: int) -> tuple[ValueHead, str]:
+    """The head that a training in so many processes leaves, and what it printed."""
+    config = checked(
+        tree(
+            models={"tiny": {"ref": reference}},
+            algos={"QSharp": {"batch_size": 8, "lr": 1e-2, "epochs": 1}},
+            training={"datasets": ["sums"], "micro_batch_size": 4, "gradient_checkpointing": False},
+            system={"device": "cpu", "gpus_per_job": processes},
+        )
+    )
+    graph = graph_of(config)
+    root.mkdir()
+    write_config(root, config, graph)
+    draw = random.Random(0)
+    rows = [
+        LabelledRow(
+            problem=number,
+            group=number,
+            prompt=(1, 2),
+            prefix=(),
+            continuation=tuple(draw.randrange(8) for _ in range(6)),
+            label=float(number % 2),
+        )
+        for number in range(16)
+    ]
+    data = root / "jobs" / "QSharp_tiny_sums_r1" / "data"
+    data.mkdir()
+    Rows(tuple(rows)).save(data / "rows.arrow")
+    folder = root / graph[NAME].folder
+    token = states.token_of(states.begin(folder, states.MadeOf(inputs={}, keys={})))
+    command = (
+        stage_command(root, graph[NAME], token)
+        if processes == 1
+        else ranks_command(processes, root, graph[NAME], token)
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    manifest = states.manifest_of(folder)
+    assert manifest is not None and not states.damage(folder, manifest)
+    return ValueHead.load(folder / "head"), ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    tokenizer = words_tokenizer([str(number) for number in range(8)])
+    reference = save(tmp_path / "reference", small_transformer(tokenizer), tokenizer)
+    one, _ = trained(tmp_path / "one", reference, 1)
+    two, said = trained(tmp_path / "two", reference, 2)
+    assert said.count("QSharp_tiny_sums_r1.train on the CPU") == 1
+    before, after = one.state_dict(), two.state_dict()
+    assert before.keys() == after.keys()
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-4
+    assert any(float(value.abs().max()) > 0 for value in before.values() if value.dtype == torch.float32)

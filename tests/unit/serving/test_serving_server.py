@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 from fake_vllm import Handler
 
 from async_grpo.errors import GeneratorError, UsageError
-from async_grpo.serving import vllm_server
+from async_grpo.serving import guard, vllm_server
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
 from kit.waiting import until
 
@@ -172,3 +173,56 @@ def test_deaths_are_counted_until_an_answer(tmp_path: Path, monkeypatch: pytest.
         server.revive(GeneratorError("no answer"))
     with pytest.raises(GeneratorError, match=r"(?s)died 4 times without an answer in between.*vllm.log:\nKilled"):
         server.revive(GeneratorError("no answer"))
+
+
+# --- A started server answers programs of this machine; a browser that shows a page of the web gets nothing ------
+
+
+def asked(kind: str = "http", **headers: str) -> list[Any]:
+    """What a guarded application sends."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send("answered")
+
+    async def receive() -> Any: ...
+
+    found = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(guard.OnlyThisMachine(app)({"type": kind, "headers": found}, receive, send))
+    return sent
+
+
+OURS = "127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"host": OURS}, {"host": "localhost"}, {"Host": "LocalHost:1"}),
+        {"host": OURS, "origin": f"http://{OURS}"},  # its own documentation, in a browser
+    ],
+)
+def test_programs_of_this_machine_are_answered(headers: dict[str, str]) -> None:
+    assert asked(**headers) == ["answered"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"host": "evil.example:8000"}, {"host": "127.0.0.1.evil.example"}, {"host": ""}, {}),
+        *({"host": OURS, "origin": origin} for origin in ("http://evil.example", "null", "http://127.0.0.1:8001")),
+        {"host": OURS, "Origin": "https://evil.example"},
+    ],
+)
+def test_pages_of_the_web_are_not(headers: dict[str, str]) -> None:
+    assert asked(**headers)[0]["status"] == 403
+    assert asked("websocket", **headers) == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_started_vllm_has_the_guard() -> None:
+    command = ServerPlan(model="M", port=1, log=Path("log"), env={}).command()
+    module, _, name = command[command.index("--middleware") + 1].rpartition(".")
+    assert (module, getattr(guard, name)) == (guard.__name__, guard.OnlyThisMachine)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -223,3 +224,35 @@ def test_a_task_runs_on_the_cores_of_its_place(yard: Yard) -> None:
     script = f"{sys.executable} -S -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
     yard.schedule(yard.task("held", script), places=core_places(1, [core])).run()
     assert yard.wrote("held") == f"[{core}]\n"
+
+
+# --- A command that runs a queue: --------------------------------------------------------------------------------
+
+UNIT = Path(__file__).parents[1]
+SIGNALS_AT_EXIT = """
+import atexit, os, signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+atexit.register(lambda: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)])
+folder = Path(sys.argv[1])
+"""
+EXPERIMENT = """
+from experiment_yard import ExperimentYard, tree
+sys.exit(ExperimentYard(folder).run(tree(algos={"DPO": {"lr": 1e-5}}, rounds_of_training=1)))
+"""
+SWEEP = """
+import pytest
+from sweep_yard import SweepYard, play
+play(pytest.MonkeyPatch(), folder)
+yard = SweepYard(folder)
+sys.exit(yard.run(yard.sweep(1)))
+"""
+
+
+@pytest.mark.parametrize("command", [EXPERIMENT, SWEEP], ids=["experiment", "sweep"])
+def test_a_signal_behind_the_last_line_changes_no_exit_code(command: str, tmp_path: Path) -> None:
+    path = os.pathsep.join(str(folder) for folder in (UNIT.parents[1] / "src", UNIT / "runner", UNIT / "sweeps"))
+    line = [sys.executable, "-c", SIGNALS_AT_EXIT + command, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": path}
+    ran = subprocess.run(line, env=env, timeout=DEADLINE_S, capture_output=True, text=True)
+    assert (ran.returncode, "Exception ignored" in ran.stderr) == (0, False), ran.stdout + ran.stderr

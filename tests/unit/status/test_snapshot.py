@@ -11,26 +11,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from async_grpo.cli import main
-from async_grpo.errors import RunDirError
+from async_grpo.errors import RunDirError, WaitTimeoutError
+from async_grpo.evals import asking
 from async_grpo.queue.liveness import worker_lock
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import prepare
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import RunDir, activity_file
+from async_grpo.rundir.summary import next_command
 from async_grpo.status import diagnosis
 from async_grpo.status.diagnosis import DEAD, Shares
 from async_grpo.status.render import panel, report
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry import run_log
-from async_grpo.telemetry.activity import ENDING, GENERATING, LOADING, STARTING, TRAINING
+from async_grpo.telemetry.activity import ENDING, EVALUATING, GENERATING, LOADING, STARTING, TRAINING, Activity
 from kit.plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
@@ -357,3 +360,58 @@ def test_a_finished_run_that_was_renamed_says_where_it_ran(run: RunDir) -> None:
     assert "It ran in" not in look(run.root).sentence
     renamed = run.root.rename(run.root.with_name("first"))
     assert f"It ran in {run.root.resolve()}; this directory was moved, renamed or copied" in look(renamed).sentence
+
+
+# --- What the screen shows of `async-grpo evaluate`, which has problems and no steps -----------------------------
+
+
+def shown(root: Path) -> str:
+    console = Console(file=StringIO(), width=80, highlight=False)
+    console.print(panel(look(root)))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_without_training_has_a_bar_of_problems(tmp_path: Path) -> None:
+    run_id = prepare(tmp_path / "evaluation", planned(tmp_path / "x.py")).run_id
+    root, lock, server = tmp_path / "evaluation", server_lock(tmp_path / "evaluation"), Activity()
+    assert lock.try_acquire({"role": "evaluation"})
+    server.publish(root, "server", device="cpu", run_id=run_id, state=LOADING)
+    assert "is loading x.py" in shown(root), "its process is alive, and no parameter server was killed"
+    server.doing(EVALUATING, version=0)
+    server.evaluates(answered=30, problems=120, eta_s=9.0)
+    text = shown(root)
+    assert "evaluating in" in text
+    assert "problem 30/120 " in text and "ETA 9 s" in text
+    lock.release()
+
+
+def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
+    told = list[dict[str, Any]]()
+    now = [100.0]
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(asking, "activity", SimpleNamespace(evaluates=lambda **fields: told.append(fields)))
+    evaluation: Any = SimpleNamespace(done=40, total=100)  # 40 of an earlier process
+    pace = asking._Pace(evaluation)
+    pace.tell()
+    now[0], evaluation.done = 110.0, 60
+    pace.tell()
+    assert [(it["answered"], it["problems"], it["eta_s"]) for it in told] == [(40, 100, None), (60, 100, 20.0)]
+    assert messages == ["60 of 100 problems answered, ETA 20 s"], "a line now and then, for a screen without a terminal"
+    now[0] += asking.PATIENCE_S + 1
+    with pytest.raises(WaitTimeoutError, match="waiting for an answered problem"):
+        pace.tell()
+
+
+# --- The state of a run in words, as `status` prints it ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [runs.FINISHED, runs.STOPPED, runs.FAILED])
+def test_the_command_to_paste_is_one_line_of_its_own(
+    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "a_folder_with_a_long_name_that_no_terminal_of_eighty_columns_has_room_for")
+    prepare(run.root, planned(tmp_path / "my_trainer.py", workers=2))
+    run.update_state(state=state, step=12)
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["status", str(run.root)])
+    assert f"  {next_command(state, run)}" in capsys.readouterr().out.splitlines()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from sweep_yard import SweepYard
 
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import range_of
+from async_grpo.rundir.paths import FAILED, RunDir, RunState
 from async_grpo_experiments.sweeps.comparison import bootstrap, compare, in_words, sign_test, smallest_sign_test, welch
 from async_grpo_experiments.sweeps.report import agree, first_figure
-from async_grpo_experiments.sweeps.run_progress import Curves, FinishedRuns
+from async_grpo_experiments.sweeps.run_progress import Curves, FinishedRuns, Reason
+from kit.plans import planned
 
 
 def curves(by_problem: Mapping[str, float] | None = None, step: int = 10, value: float | None = None) -> Curves:
@@ -165,3 +170,27 @@ def test_a_step_that_not_all_runs_evaluated_is_refused() -> None:
         compare(a, b, step=10)
     with pytest.raises(UsageError, match="a has no finished run"):
         compare(side("a", {}), b)
+
+
+# --- Why a seed failed is what its run has written, as far as it was written by this start -----------------------
+
+
+@pytest.mark.parametrize("mode", ["async", "trl"])
+def test_the_reason_is_the_run_s_own_and_of_this_start(yard: SweepYard, mode: str) -> None:
+    [run] = yard.sweep(1, mode=mode).runs
+    run.run_dir.mkdir(parents=True)
+
+    def fails(why: str) -> None:
+        if mode == "async":
+            RunDir(run.run_dir).write_state(RunState(run_id="r", state=FAILED, plan=planned(), started="", why=why))
+        else:
+            progress: dict[str, Any] = {"state": "running", "step": 1, "total_steps": 5, "saved": 0, "why": why}
+            (run.run_dir / "plain_trl.json").write_text(json.dumps(progress))
+
+    reason = Reason(run)
+    reason.begins()
+    assert reason() == "", "it has not begun"
+    fails("RuntimeError: the reward")
+    assert reason() == "RuntimeError: the reward"
+    reason.begins()
+    assert reason() == "", "of the start before"

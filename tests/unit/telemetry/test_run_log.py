@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,8 +16,10 @@ from transformers import TrainerState
 
 from async_grpo.records import Timings
 from async_grpo.rollout.worker import WorkerStatistics
+from async_grpo.settings import TrainingSettings
 from async_grpo.telemetry import run_log as metrics_module
 from async_grpo.telemetry.run_log import LEGEND, REPLAY_LINE, RunLog
+from async_grpo.telemetry.trackers import name_for_wandb, name_run
 from async_grpo.training import rollout_metrics as rollout_metrics_module
 from async_grpo.training.reporting import LogCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
@@ -286,3 +289,40 @@ def test_a_broken_line_costs_its_own_figures_only(tmp_path: Path, broken: bytes,
         assert log.quotes() == {"reward_first": 0.25, "reward_last": 0.5}
     assert path.read_bytes().count(b"\n") == 3, "nothing of the file is thrown away"
     assert all("line 2" in text for text in messages)
+
+
+# --- What W&B and trackio are told of a run; tests/with_trackers reads what their real clients make of it --------
+
+NAMED = TrainingSettings(run_name="warm", run_group="seeds", run_tags=("a", "b"))
+
+
+def trainer(*report_to: str) -> Any:
+    return SimpleNamespace(args=SimpleNamespace(run_name="of the file", report_to=list(report_to)))
+
+
+def test_options_override_the_setup_file_and_the_environment_and_nothing_else_does() -> None:
+    environ = {"WANDB_TAGS": "old", "WANDB_PROJECT": "mine"}
+    name_for_wandb(TrainingSettings(), environ)
+    assert environ == {"WANDB_TAGS": "old", "WANDB_PROJECT": "mine"}
+    name_for_wandb(NAMED, environ)
+    assert environ == {"WANDB_TAGS": "a,b", "WANDB_PROJECT": "mine", "WANDB_NAME": "warm", "WANDB_RUN_GROUP": "seeds"}
+    named = trainer("wandb")
+    name_run(named, TrainingSettings())
+    assert named.args.run_name == "of the file"
+    name_run(named, NAMED)
+    assert named.args.run_name == "warm"
+
+
+def test_trackio_is_told_what_transformers_does_not_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[dict[str, Any]]()
+    trackio = SimpleNamespace(init=lambda **how: begun.append(how))
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    name_run(trainer("trackio"), NAMED)
+    trackio.init(project="p", name="warm")
+    assert begun == [{"project": "p", "name": "warm", "group": "seeds", "config": {"tags": ["a", "b"]}}]
+
+
+def test_a_group_that_nobody_is_told_is_said(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    name_run(trainer("tensorboard"), NAMED)
+    assert "report_to of the GRPOConfig names neither" in warnings[0]

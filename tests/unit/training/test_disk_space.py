@@ -1,18 +1,23 @@
-"""A checkpoint, and what a run writes at its end, wait for space on the disk."""
+"""A checkpoint, what a run writes at its end, and TensorBoard's curves on a full disk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from safetensors import SafetensorError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from async_grpo.archive import disk_space, rollout_state
 from async_grpo.errors import DiskFullError, PeerDiedError
 from async_grpo.settings import ArchiveLimit
 from async_grpo.training.checkpoints import UsedGroups
+from async_grpo.training.reporting import CurvesCallback
 
 
 def test_waits_until_there_is_space_and_makes_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +95,35 @@ def test_a_resumed_run_makes_space_before_its_first_checkpoint(
     UsedGroups(queue, tmp_path, ArchiveLimit(1000), state if resumed else None).make_space()
     [consumed] = asked
     assert [seq for seq in range(5) if seq in consumed] == removed
+
+
+# --- TensorBoard's writer fails on a full disk, in a thread of its own: ------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_points_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    disk = SimpleNamespace(full=False)
+    write = RecordWriter.write
+
+    def write_if_there_is_room(self: RecordWriter, data: bytes) -> None:
+        if disk.full:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write_if_there_is_room)
+    curves = CurvesCallback(tmp_path)
+    arguments, control = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True), TrainerControl()
+    for step in range(30):
+        disk.full = 10 <= step < 20
+        curves.on_log(arguments, TrainerState(global_step=step), control, logs={"loss": 1.0})
+        time.sleep(0.01)  # for the writer's thread
+    curves.on_train_end(arguments, TrainerState(), control)
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    steps = {event.step for event in read.Scalars("train/loss")}
+    assert set(range(9)) <= steps
+    assert set(range(22, 30)) <= steps
+    assert len(warnings) >= 1
+    assert "no curves for TensorBoard until" in warnings[0]

@@ -7,9 +7,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from datasets import Dataset
 
 from async_grpo.errors import WaitTimeoutError
 from async_grpo.training import rollout_source
+from async_grpo.training.prompts import evaluation_rows
 from kit.training_fakes import Bench, FakePublisher, begun, schedule, seqs
 
 
@@ -134,3 +136,22 @@ def test_waiting_for_an_evaluation_makes_no_rollouts_staler(held_at: int | None,
     bench.queue.on_wait = lambda: bench.queue.finish(0, 1, version=0)
     bench.source.take(0)
     assert bench.source._lookahead.groups == under_way
+
+
+# --- Which rows an evaluation asks, and for which task each counts -----------------------------------------------
+
+
+def problems(given: Any) -> list[tuple[dict[str, Any], str]]:
+    trainer: Any = SimpleNamespace(eval_dataset=given, _remove_unused_columns=lambda data, **_: data)
+    return evaluation_rows(trainer)
+
+
+def test_a_column_task_stays_what_it_is_for_the_reward_functions() -> None:
+    rows = Dataset.from_dict({"prompt": ["1+1=", "x"], "task": ["sums", "letters"]})
+    plain = Dataset.from_dict({"prompt": ["2"]})
+    assert [task for _, task in problems(rows)] == ["sums", "letters"]
+    assert problems({"old": rows, "new": plain}) == [
+        ({"prompt": "1+1=", "task": "sums"}, "old"),
+        ({"prompt": "x", "task": "letters"}, "old"),
+        ({"prompt": "2"}, "new"),
+    ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import log
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from async_grpo.training.corrections.metrics import EffectiveShare, effective_share, log_ratios, sums_of
 from async_grpo.training.corrections.rule import rule
 from async_grpo.training.corrections.tipping import (
     KL,
@@ -94,3 +98,81 @@ def test_a_resume_warns_where_rate_times_staleness_is_no_smaller_than_where_the_
     said = tips_again(load_of(rate, max_staleness), load_of(4e-4, 2))
     assert bool(said) is again and ("was 0.0012" in said) is again
     assert tips_again(load_of(rate, max_staleness), 0.0) == "", "it never tipped"
+
+
+# --- The effective sample size of sequences against a table made by hand, over micro-batches and ranks -----------
+
+# Four completions of three tokens. Of the second one token is padding and one a tool's, and of the third the loss
+# counts nothing.
+W = [[2.0, 0.5, 3.0], [0.5, 7.0, 9.0], [4.0, 4.0, 4.0], [1.0, 2.0, 0.25]]
+COMPLETION_MASK = [[1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]]
+TOOL_MASK = [[1, 1, 1], [1, 0, 1], [1, 1, 1], [1, 1, 1]]
+
+# By hand: w = 3, 0.5, 0.5, so ESS = 4^2 / (9 + 0.25 + 0.25) = 16 / 9.5, of 3.
+BY_HAND = 16 / 9.5 / 3
+
+LOG_MU = -1.0
+
+
+def batch(rows: slice = slice(None)) -> tuple[dict[str, Tensor], Tensor]:
+    """The inputs of a loss, and its log-probabilities."""
+    inputs = {
+        "completion_mask": torch.tensor(COMPLETION_MASK)[rows],
+        "tool_mask": torch.tensor(TOOL_MASK)[rows],
+        "sampling_per_token_logps": torch.full((4, 3), LOG_MU)[rows],
+    }
+    return inputs, torch.tensor([[LOG_MU + log(w) for w in row] for row in W])[rows]
+
+
+def shared(metrics: dict[str, float]) -> EffectiveShare:
+    return EffectiveShare(lambda own: own, metrics.__setitem__)
+
+
+@pytest.mark.parametrize("parts", [[slice(0, 4)], [slice(0, 1), slice(1, 3), slice(3, 4)]], ids=["one", "three"])
+def test_the_share_of_one_and_of_three_micro_batches_is_that_by_hand(parts: list[slice]) -> None:
+    metrics: dict[str, float] = {}
+    share = shared(metrics)
+    for part in parts:
+        share.saw(*batch(part))
+    share.on_pre_optimizer_step()
+    assert metrics == {"async/ess_sequences": pytest.approx(BY_HAND, abs=1e-6)}
+
+
+def test_a_loss_that_shows_no_log_probabilities_has_no_share() -> None:
+    metrics: dict[str, float] = {}
+    shared(metrics).on_pre_optimizer_step()
+    assert metrics == {}
+
+
+def test_each_step_has_its_own_share() -> None:
+    metrics: dict[str, float] = {}
+    share = shared(metrics)
+    for rows, expected in ((slice(0, 4), BY_HAND), (slice(0, 1), 1.0), (slice(2, 3), 1.0)):
+        share.saw(*batch(rows))
+        share.on_pre_optimizer_step()
+        assert metrics["async/ess_sequences"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("log_pi", "log_mu", "expected"),
+    [
+        ([[0.0] * 3] * 4, [[0.0] * 3] * 4, 1.0),
+        ([[900.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3], [[0.0] * 3] * 4, 1 / 3),  # one sequence outweighs all
+        ([[-900.0] * 3, [-1350.0] * 3, [0.0] * 3, [-900.0] * 3], [[0.0] * 3] * 4, 1.0),  # equally unlikely and heavy
+        ([[0.0] * 3] * 4, [[float("-inf")] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3], 1 / 3),
+        ([[float("nan")] * 3] * 4, [[0.0] * 3] * 4, 1.0),
+    ],
+)
+def test_no_ratio_is_too_large_to_be_computed(log_pi: Any, log_mu: Any, expected: float) -> None:
+    logs = log_ratios(torch.tensor(log_pi), torch.tensor(log_mu), torch.tensor(COMPLETION_MASK).bool())
+    assert effective_share(sums_of(logs)[None]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_share_of_several_ranks_is_that_of_one_process() -> None:
+    gathered: list[Tensor] = []
+    metrics: dict[str, float] = {}
+    for rows in (slice(0, 2), slice(2, 4)):
+        share = EffectiveShare(lambda own: gathered.append(own) or torch.cat(gathered), metrics.__setitem__)
+        share.saw(*batch(rows))
+        share.on_pre_optimizer_step()
+    assert metrics == {"async/ess_sequences": pytest.approx(BY_HAND, abs=1e-6)}, "as the last rank has it"

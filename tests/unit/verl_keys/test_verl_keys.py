@@ -259,7 +259,7 @@ def test_a_setup_file_goes_through_no_link_and_its_folder_is_our_own(plan: Plan,
     assert (tmp_path / "mine" / "setup").stat().st_mode & 0o777 == 0o700
     (tmp_path / "mine" / "setup").rename(tmp_path / "elsewhere")
     (tmp_path / "mine" / "setup").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunDirError, match="links are not followed"):
+    with pytest.raises(RunDirError):
         run.write()
 
 
