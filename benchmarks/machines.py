@@ -216,18 +216,26 @@ class Embedding(nn.Module):
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
     """A step as of a run: rank 0 hands out a group, both compute, rank 0 says that all continue."""
-    for message, payload in ((Message.GROUP, GROUP), (Message.GO, b"")):
-        if ranks.rank == 0:
-            ranks.send(message, payload)
-        else:
-            ranks.receive()
-        if message is Message.GROUP:
-            tokens = torch.randint(512, (ROWS, TOKENS), dtype=torch.int64, device="cpu")
-            logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
-            (-logprobs.gather(2, tokens[:, 1:, None]).mean()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    order(ranks, Message.GROUPS)
+    if ranks.rank == 0:
+        ranks.give(1, GROUP)
+    else:
+        ranks.take()
+    tokens = torch.randint(512, (ROWS, TOKENS), dtype=torch.int64, device="cpu")
+    logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+    (-logprobs.gather(2, tokens[:, 1:, None]).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    order(ranks, Message.GO)
+
+
+def order(ranks: Ranks, message: Message) -> None:
+    """Rank 0 sends it, the other waits for it."""
+    if ranks.rank == 0:
+        ranks.send(message)
+    else:
+        ranks.receive()
 
 
 def ping(rank: int) -> Answer:
