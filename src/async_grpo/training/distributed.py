@@ -102,7 +102,8 @@ class Ranks:
 
     def give(self, rank: int, data: bytes) -> None:
         """Rank 0: send bytes to one other rank; returns when they are on their way."""
-        for tensor in (torch.tensor([len(data)], device="cpu"), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        for tensor in (size, torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             self._guarded(partial(dist.send, tensor, rank, group=self._group))
 
     def take(self) -> bytes:

@@ -242,10 +242,8 @@ class Heartbeat:
         self._others = {name: _Other() for name in watched if name != me}
         self._answered_s, self._patience_s = time.monotonic(), patience_s
         self.siblings: Mapping[int, psutil.Process] = {}  # ranks on this machine
-        self._over, loops = False, (self._exchange, self._judge)
-        self._threads = [threading.Thread(target=loop, name="heartbeat", daemon=True) for loop in loops]
-        for thread in self._threads:
-            thread.start()
+        for loop in (self._exchange, self._judge):
+            threading.Thread(target=loop, name="heartbeat", daemon=True).start()
 
     @classmethod
     def of_machine(cls, here: TrainerMachine, **options: Any) -> Heartbeat:
@@ -292,18 +290,14 @@ class Heartbeat:
     def leave(self) -> None:
         """This process ends in good order: the others shall not miss it."""
         self.mine.left = True
-        time.sleep(3 * BEAT_S)
-        self._over = True
-        for thread in self._threads:  # one that is within torch aborts the process at its end
-            thread.join(2 * BEAT_S)
+        time.sleep(3 * BEAT_S)  # by then `_exchange` has ended: within torch it could abort the process at its end
 
     def _exchange(self) -> None:
-        while not self._over:
-            try:
+        is_last = False
+        while not is_last:
+            is_last = self.mine.left
+            with suppress(Exception):  # mostly torch's: the store is gone, or the link; `_judge` says so in time
                 self._beat()
-            except Exception:  # noqa: BLE001  # mostly torch's: the store is gone, or the link; `_judge` says so in time
-                if self.mine.left:
-                    return
             time.sleep(BEAT_S)
 
     def _beat(self) -> None:

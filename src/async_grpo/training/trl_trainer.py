@@ -246,8 +246,9 @@ def _kept_rows(trainer: Any, groups: Sequence[RolloutGroup]) -> Any:
 
     All ranks compute log-probabilities by the same calls: where weights are sharded, they meet in them.
     """
-    own = torch.tensor([group.kept_tokens is not None for group in groups], device=trainer.accelerator.device)
-    return own_share(trainer, rows_of(groups)) if trainer.accelerator.gather(own.any()[None]).any() else None
+    here = any(group.kept_tokens is not None for group in groups)
+    own = torch.tensor([here], dtype=torch.bool, device=trainer.accelerator.device)
+    return own_share(trainer, rows_of(groups)) if trainer.accelerator.gather(own).any() else None
 
 
 def _ages_and_lengths(trainer: Any, groups: Sequence[RolloutGroup], device: torch.device) -> dict[str, torch.Tensor]:
