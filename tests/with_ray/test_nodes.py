@@ -278,23 +278,30 @@ def test_more_nodes_than_the_cluster_has_are_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_ranks_of_an_actor_that_is_killed_end_with_it_and_are_named(
+def test_ranks_on_another_node_are_stopped_and_resumed_and_end_with_their_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        a_trainer_on_nodes(tmp_path, 2, monkeypatch) as options,
-        command("train", str(SETUP), *options, "--steps", "100000", cwd=tmp_path) as run,
-    ):
-        run.wait_until(lambda: steps_logged(tmp_path / "worker"), "a step")
-        having(run, "async_grpo.cli nodes")[0].kill()  # the gate, which they do not need
-        log = tmp_path / "worker" / "log_nodes.txt"
-        run.wait_until(lambda: log.read_text().count("node2 joins as dev2") == 2, "the node's worker again")
-        actor = having(None, "ray::RanksThere.run")[0]
-        ranks = actor.children()
-        assert ranks
-        actor.kill()
-        until_gone(ranks)
-        assert run.wait() != 0, run.output
+    """They do not need the gate, which is killed before."""
+    run_dir = tmp_path / "worker"
+    with a_trainer_on_nodes(tmp_path, 2, monkeypatch) as options:
+        with command("train", str(SETUP), *options, "--steps", "100000", cwd=tmp_path) as run:
+            run.wait_until(lambda: steps_logged(run_dir), "a step")
+            run.process.send_signal(signal.SIGINT)
+            assert run.wait() == 0 and "was killed" not in run.output, run.output
+        assert read(run_dir / "run.json")["state"] == "stopped"
+        assert read(tmp_path / "worker-machine1" / "run.json")["state"] == "finished", "its part of the run"
+        stopped = max(steps_logged(run_dir))
+        with command("train", "--resume", cwd=tmp_path) as run:
+            run.wait_until(lambda: max(steps_logged(run_dir)) > stopped, "a step")
+            having(run, "async_grpo.cli nodes")[0].kill()
+            log = run_dir / "log_nodes.txt"
+            run.wait_until(lambda: log.read_text().count("node2 joins as dev2") == 3, "the node's worker again")
+            actor = having(None, "ray::RanksThere.run")[0]
+            ranks = actor.children()
+            assert ranks
+            actor.kill()
+            until_gone(ranks)
+            assert run.wait() != 0, run.output
     assert "machine 1 (" in run.output and "has not answered for 25 s" in run.output
 
 

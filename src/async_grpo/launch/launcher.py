@@ -39,7 +39,7 @@ from async_grpo.telemetry.nodes_file import all_gone, read_nodes
 from async_grpo.telemetry.stalls import HangDetector
 
 NODES = "nodes"  # the process that claims for other machines, as a child
-GATE_GRACE_S = 20.0  # more than a worker gets: it ends those of other machines
+GRACE_OF_OTHERS_S = 20.0  # more than others get, for a process that ends those of other machines
 NOTHING_TRAINED = 130  # a stop before the first step; what a shell shows for a program that SIGINT ended
 REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
 
@@ -246,7 +246,8 @@ def _server(plan: RunPlan, run: RunDir) -> Child:
         entry = "async_grpo.nodes.ranks" if plan.launch.trainer_nodes > 1 else "async_grpo.launch.accelerate_entry"
         command = [sys.executable, "-Pm", entry, str(os.getpid()), str(run.root), "server", "--run-dir", str(run.root)]
         env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))  # else it kills ranks after 30 s
-    return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s)
+    more_s = GRACE_OF_OTHERS_S if plan.launch.trainer_nodes > 1 else 0.0
+    return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s + more_s)
 
 
 def _gate(plan: RunPlan, run: RunDir, needed: Callable[[], bool], env: dict[str, str]) -> Child:
@@ -256,7 +257,7 @@ def _gate(plan: RunPlan, run: RunDir, needed: Callable[[], bool], env: dict[str,
         command=_command("nodes", run),
         env=env,
         log=run.nodes_log,
-        grace_s=plan.launch.stop_grace + GATE_GRACE_S,
+        grace_s=plan.launch.stop_grace + GRACE_OF_OTHERS_S,
         restart=Restart(unless_first_exit=REFUSED, while_needed=needed),
     )
 

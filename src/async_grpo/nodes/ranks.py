@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from async_grpo.errors import UsageError
 from async_grpo.launch import accelerate_entry
@@ -26,11 +27,11 @@ from async_grpo.rundir.reading import parse_object
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.devices import CPU
-from async_grpo.setup.process import end_with_parent
+from async_grpo.setup.process import end_with_parent, leave_at_once
 from async_grpo.setup.setup_file import check_setup_file
 from async_grpo.training.machines import TrainerMachine
 
-END_S = 30.0  # for the other machines to leave after the last step
+END_S = 15.0  # for the other machines to leave, within what the launcher grants for it
 
 
 class RanksThere:
@@ -47,8 +48,8 @@ class RanksThere:
         return accelerate_entry.join(Path(root), plan, here)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Be machine 0, with the others on Ray; the exit code."""
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Be machine 0, with the others on Ray, to the end of this process."""
     end_with_parent(int(arguments[0]))
     run = RunDir(Path(arguments[1]))
     state = run.state_of(None)
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_watch_start, args=(ends, begun, run, state.run_id), daemon=True).start()
     code = accelerate_entry.main(arguments, begun.set)
     wait(ends, END_S)
-    return code
+    leave_at_once(code)  # threads of the heartbeat are still in calls of torch
 
 
 def _free_port(host: str) -> int:
@@ -88,4 +89,4 @@ def _watch_start(ends: list[Future[int]], begun: threading.Event, run: RunDir, r
 if __name__ == "__main__":
     from async_grpo.nodes import ranks  # the actor's class is that of the module
 
-    sys.exit(ranks.main(sys.argv[1:]))
+    ranks.main(sys.argv[1:])

@@ -170,7 +170,8 @@ def next_command(state_of_run: str, run: RunDir) -> str:
         start = ["server" if by_hand else "train"]
     else:
         start = ["server", "--config", config] if by_hand else ["train", config, "--distributed"]
-    address = state.plan.launch.main_process if state else None
+    launch = state.plan.launch if state else None
+    address = launch.main_process if launch and launch.trainer_nodes == 1 else None  # else Ray's
     place = [] if address is None else ["--main-process", address, "--machine-rank", "0"]
     typed = shlex.join([*start, "--run-dir", _shortest(run.root), "--resume", *place])
     return f"{command} {typed}{'  # on each other machine its own command, with --resume' if place else ''}"

@@ -168,7 +168,8 @@ def test_accelerate_leaves_its_ranks_the_stop_grace(stage: Stage) -> None:
     assert child.command[2] == "async_grpo.launch.accelerate_entry"
     assert (child.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], child.grace_s) == ("121", 120.5)
     on_ray = stage.plan(accelerate_config=Path("fsdp.yaml"), ray="auto", trainer_nodes=2)
-    assert launcher._server(on_ray, stage.run).command[2] == "async_grpo.nodes.ranks"
+    child = launcher._server(on_ray, stage.run)
+    assert (child.command[2], child.grace_s) == ("async_grpo.nodes.ranks", 29.0)
 
 
 def test_a_second_run_that_lost_leaves_the_summary_of_the_first_alone(stage: Stage) -> None:
