@@ -73,12 +73,16 @@ class Fsdp2(Sharding):
 
     def _copy(self, parameter: Tensor, device: torch.device, into: Tensor | None) -> None:
         """A bucket of some rows of each shard at a time, to rank 0 alone."""
-        if not isinstance(parameter, DTensor):
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
+        if not isinstance(parameter, DTensor) or len(sharded) != 1 or not placements[sharded[0]].is_shard(0):
+            whole = parameter.to(device)
+            if isinstance(whole, DTensor):  # also divided otherwise, as by tensor parallelism: whole on each rank
+                whole = whole.full_tensor()
             if into is not None:
-                into.copy_(parameter)
+                into.copy_(whole)
             return
-        (sharded,) = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)]
-        mine, group = parameter.to_local(), parameter.device_mesh.get_group(sharded)
+        mine, group = parameter.to_local(), parameter.device_mesh.get_group(sharded[0])
         ranks, rows, of_row = dist.get_world_size(group), parameter.shape[0], parameter.shape[1:]
         each = -(-rows // ranks)  # of a rank; the last ones have fewer
         count = max(1, min(each, BUCKET_BYTES // (_COPIES * ranks * of_row.numel() * mine.element_size())))
