@@ -6,7 +6,6 @@ trainer.generation_plan = requests_of(algorithm.plan, trainer)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from async_grpo.archive.advantages import AdvantageRule
@@ -55,11 +54,13 @@ def requests_of(
 
     def requests(problems: int) -> Plan:
         cuts = plan(problems)
-        with suppress(StopIteration):
-            wave = next(cuts)
-            while True:
-                groups = yield [request(cut) for cut in wave]
-                pairs = zip(wave, groups, strict=True)
-                wave = cuts.send([answered(cut, group) for cut, group in pairs if group is not None])
+        wave = next(cuts, None)
+        while wave is not None:
+            groups = yield [request(cut) for cut in wave]
+            found = [answered(cut, group) for cut, group in zip(wave, groups, strict=True) if group is not None]
+            try:
+                wave = cuts.send(found)
+            except StopIteration:
+                return
 
     return requests

@@ -313,6 +313,8 @@ from async_grpo.nodes.cluster import Cluster
 
 
 class Ranks:
+    def ready(self): ...
+
     def gpus(self):
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
@@ -322,13 +324,13 @@ def gpus(cluster):
 
 
 with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="places") as cluster:
-    print(gpus(cluster), cluster.leaves_ranks_their_gpus())
-    ranks = cluster.start_ranks(Ranks, 2, {"CPU": 1, "GPU": 3}, 60.0)
+    print(gpus(cluster), cluster.leaves_ranks_their_gpus("a:1"))
+    ranks = cluster.start_ranks(Ranks, 2, {"CPU": 1, "GPU": 3}, "a:1", 60.0)
     print([len(cluster._ray.get(rank.gpus.remote()).split(",")) for rank in ranks])
-    print(gpus(cluster), cluster.leaves_ranks_their_gpus(), gpus(cluster))
+    print(gpus(cluster), cluster.leaves_ranks_their_gpus("a:1"), gpus(cluster))
 with Cluster(sys.argv[1], nodes=1, cpus=1, run_id="full") as cluster:
-    cluster.start_ranks(Ranks, 1, {"CPU": 1, "GPU": 4}, 60.0)
-    cluster.leaves_ranks_their_gpus()
+    cluster.start_ranks(Ranks, 1, {"CPU": 1, "GPU": 4}, "b:1", 60.0)
+    cluster.leaves_ranks_their_gpus("b:1")
     print(gpus(cluster), cluster.here)
 """
 

@@ -21,22 +21,15 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from async_grpo.engines.fixed_batch import FixedBatch, KeyValueMemory, one_token_attention, shapes_of
+from async_grpo.engines.fixed_sizes import LEAST_ROWS, LEAST_TOKENS, rounded
 from async_grpo.errors import reason_of
 from async_grpo.formatting import size
 from async_grpo.log import logger
 
-LEAST_ROWS = 4
-LEAST_TOKENS = 64  # of a row
 Shape = tuple[int, int, int, int]  # rows and tokens of a batch, and of a pass over a part of it
 Addresses = frozenset[tuple[str, int]]  # of a model's tensors by name: what a graph is captured with
 SLOTS = 3  # one more with `--delta-every`
 LEAST_FREE = 0.05  # of a GPU's memory, which graphs leave
-
-
-def rounded(count: int, least: int) -> int:
-    """Round up to a quarter of the power of two below it, and to a multiple of `least`."""
-    step = max(least, 1 << max(0, (count - 1).bit_length() - 3))
-    return -(-count // step) * step
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import FAILED, FINISHED, KEEP_LAST_WEIGHTS, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.settings import LaunchSettings
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.fingerprints import versions
@@ -63,7 +64,7 @@ def machine_of(plan: RunPlan) -> TrainerMachine | None:
         raise UsageError("DeepSpeed on several machines is not supported. FSDP2 shards as ZeRO-3 does: take that.")
     if plan.trl is not None or KEEP_LAST_WEIGHTS in os.environ:
         raise UsageError(
-            "A trainer on several machines is started by the same command on each, with a setup file that each has. "
+            "A trainer on several machines is started by a command, with a setup file that each machine has. "
             "Arguments of `trl grpo`, and runs from Python, are of this one. `async-grpo init` writes a setup file."
         )
     return here
@@ -81,11 +82,15 @@ def join(root: Path, plan: RunPlan, here: TrainerMachine) -> int:
     """
     wait_s = plan.launch.node_wait
     print(f"machine {here.number} of {here.count}: asking {here.address}", flush=True)
+    has_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL  # else nohup has set it
+    ends = [signal.SIGTERM, signal.SIGHUP] if has_terminal else [signal.SIGTERM]
+    for number in ends:
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: machine 0 is then not to count on this one
     answer = machines.answer_roll(machines.reach(here, wait_s), here, _about(plan), wait_s)
     stop = StopRequest().install()
     stop.defer()
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup's
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    for number in ends:
+        signal.signal(number, signal.getsignal(signal.SIGINT))
     heartbeat = Heartbeat.of_machine(here, stop=stop)
     try:
         state = shaped(RunState, answer["state"])
@@ -114,10 +119,16 @@ def _about(plan: RunPlan) -> dict[str, Any]:
     return {"name": socket.gethostname(), "versions": versions(*EQUAL), "setup": setup, "ranks": ranks}
 
 
-def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
-    """accelerate sets CUDA_VISIBLE_DEVICES to its `gpu_ids`. Ours count within the devices that are visible already."""
-    indices = AccelerateConfig.read(config).gpus
-    return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
+def _gpu_options(launch: LaunchSettings, env: Mapping[str, str]) -> list[str]:
+    """accelerate sets CUDA_VISIBLE_DEVICES to its `gpu_ids`. Ours count within the devices that are visible already.
+
+    On other nodes of Ray's those of the file do not count: the ranks have what Ray gives them.
+    """
+    indices = AccelerateConfig.read(launch.accelerate_config).gpus
+    if not indices or (visible := env.get("CUDA_VISIBLE_DEVICES")) is None:
+        return []
+    given = launch.trainer_nodes > 1 and launch.machine_rank is not None
+    return ["--gpu_ids", visible if given else ",".join(physical_gpus(indices, env))]
 
 
 def _start_ranks(plan: RunPlan, command: Sequence[str], heartbeat: Heartbeat | None) -> int:
@@ -128,7 +139,7 @@ def _start_ranks(plan: RunPlan, command: Sequence[str], heartbeat: Heartbeat | N
 
     config = plan.launch.accelerate_config
     assert config is not None, "there are ranks"
-    ranks = ["--config_file", str(config), "--main_process_port", "0", *_gpu_options(config, os.environ)]
+    ranks = ["--config_file", str(config), "--main_process_port", "0", *_gpu_options(plan.launch, os.environ)]
     launched = ["--no_python", sys.executable, "-Pm", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
     asked = launch_command_parser().parse_args([*ranks, *launched])
     if heartbeat is not None:
@@ -178,7 +189,13 @@ def main(arguments: Sequence[str], all_there: Callable[[], None] = lambda: None)
             machines.call_roll(store, here, _about(state.plan), answer, state.plan.launch.node_wait)
             all_there()
             heartbeat = Heartbeat.of_machine(here, failed=partial(run.note_failure, state.run_id))
-    return _start_ranks(state.plan, command, heartbeat)
+        try:
+            code = _start_ranks(state.plan, command, heartbeat)
+        except Exception as error:
+            if heartbeat is not None:
+                heartbeat.say_ended(f"{heartbeat.me} has not started its ranks: {reason_of(error)}")
+            raise
+    return code
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ LOCAL_ADDRESS = "127.0.0.1"
 STAYS_LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOCAL_STORE_BYTES = 256 * 2**20
 CONNECTED_S = 2.0  # for a head or a raylet to take a connection
+RANKS_START_S = 300.0  # for an actor that has a place to answer: it imports torch
 CPUS_A_WORKER = 0.75  # a node whose CPUs are all counted has capacity for the actor
 EXCHANGE, WEIGHTS = "exchange", "weights"  # groups of threads of an actor
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
@@ -127,7 +128,6 @@ class Cluster:
 
     def __init__(self, address: str, *, nodes: int, cpus: float, run_id: str, shows_output: bool = False) -> None:
         self._local: Any = None
-        self._run_id = run_id
         self._gpus_of_ranks: dict[str, int] = {}  # of the trainer, by node
         self._folder = _folder_for(run_id) if address == LOCAL else None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -168,14 +168,17 @@ class Cluster:
         found = [_machine(node, free, ranks.get(node["NodeID"], 0)) for node in others]
         return sorted((it for it in found if it.gpus or not ranks.get(it.node_id)), key=lambda machine: machine.name)
 
-    def start_ranks(self, actor: type, count: int, needs: Mapping[str, float], wait_s: float) -> list[Any]:
-        """An actor on each of `count` other machines, which end with this process. `UsageError`: too few have room."""
+    def start_ranks(self, actor: type, count: int, needs: Mapping[str, float], name: str, wait_s: float) -> list[Any]:
+        """An actor on each of `count` other machines, which end with this process. `UsageError`: too few have room.
+
+        Each has answered `ready()`. `name` is that of their placement group.
+        """
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         others = {"ray.io/node-id": f"!{self._ray.get_runtime_context().get_node_id()}"}
         places = [dict(needs)] * count
-        group = placement_group(places, "STRICT_SPREAD", name=self._run_id, bundle_label_selector=[others] * count)
+        group = placement_group(places, "STRICT_SPREAD", name=name, bundle_label_selector=[others] * count)
         if not group.wait(wait_s):
             there = ", ".join(f"{machine.name}: {machine.free}" for machine in self.machines()) or "this one alone"
             raise UsageError(
@@ -185,14 +188,19 @@ class Cluster:
             )
         remote = self._ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))(actor)
         ways = (PlacementGroupSchedulingStrategy(group, number) for number in range(count))
-        return [remote.options(scheduling_strategy=way).remote() for way in ways]
+        actors = [remote.options(scheduling_strategy=way).remote() for way in ways]
+        try:  # a cold file system takes long to import torch
+            self._ray.get([actor.ready.remote() for actor in actors], timeout=RANKS_START_S)
+        except self._ray.exceptions.RayError as error:
+            raise UsageError(f"--trainer-nodes {count + 1}: the ranks' actors have not started: {error}") from error
+        return actors
 
-    def leaves_ranks_their_gpus(self) -> bool:
-        """Whether `start_ranks` of this run, in another process, has its places: `machines` leaves out their GPUs."""
+    def leaves_ranks_their_gpus(self, name: str) -> bool:
+        """Whether `start_ranks` of another process has its places by this name: `machines` leaves out their GPUs."""
         from ray.util import placement_group_table
 
         for group in placement_group_table().values():
-            if (group["name"], group["state"]) == (self._run_id, "CREATED"):
+            if (group["name"], group["state"]) == (name, "CREATED"):
                 places = group["bundles_to_node_id"].items()
                 self._gpus_of_ranks = {node: int(group["bundles"][number].get("GPU", 0)) for number, node in places}
         return bool(self._gpus_of_ranks)

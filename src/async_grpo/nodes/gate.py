@@ -97,7 +97,7 @@ class _Gate:
     def run(self) -> None:
         if why := self._cluster.open_to_the_network():
             logger.warning("{}. SECURITY.md says how to ask for one", why)
-        while self._launch.trainer_nodes > 1 and not self._cluster.leaves_ranks_their_gpus() and not self._is_over():
+        while self._launch.trainer_nodes > 1 and not self._ranks_have_places() and not self._is_over():
             time.sleep(LOOK_S)
         machines = self._cluster.machines() if self._has_joined else self._wait_for_machines()
         count = self._launch.nodes - 1 if self._launch.nodes else max(len(machines), len(self._has_joined))
@@ -118,6 +118,12 @@ class _Gate:
             self._record()
         if self._trouble is not None:
             raise self._trouble
+
+    def _ranks_have_places(self) -> bool:
+        """Those of this start: the address that its machine 0 has chosen names them."""
+        state = self._run.read_state()
+        address = state.plan.launch.main_process if state is not None else None
+        return address is not None and self._cluster.leaves_ranks_their_gpus(address)
 
     def _watch(self) -> None:
         recorded, looked, served = 0.0, 0.0, time.monotonic()
@@ -166,7 +172,7 @@ class _Gate:
 
     def _wait_for_machines(self) -> list[Machine]:
         """As many as were asked for. `UsageError` says what is there instead."""
-        wanted = (self._launch.nodes or 2) - 1
+        wanted = self._launch.nodes - 1 if self._launch.nodes else int(self._launch.trainer_nodes == 1)
         deadline = time.monotonic() + self._launch.node_wait
         while True:
             machines = self._cluster.machines()

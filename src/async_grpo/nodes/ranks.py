@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from async_grpo.errors import UsageError
 from async_grpo.launch import accelerate_entry
@@ -27,7 +26,7 @@ from async_grpo.rundir.reading import parse_object
 from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.devices import CPU
-from async_grpo.setup.process import end_with_parent, leave_at_once
+from async_grpo.setup.process import end_with_parent, run_as_rank
 from async_grpo.setup.setup_file import check_setup_file
 from async_grpo.training.machines import TrainerMachine
 
@@ -36,6 +35,8 @@ END_S = 15.0  # for the other machines to leave, within what the launcher grants
 
 class RanksThere:
     """The actor of another machine. Its ranks end with it, and the server's log gets what they print."""
+
+    def ready(self) -> None: ...
 
     def run(self, state: str, number: int, root: str, folder: str) -> int:
         """Be this machine of the trainer to the end of the training; the exit code of its ranks."""
@@ -48,8 +49,8 @@ class RanksThere:
         return accelerate_entry.join(Path(root), plan, here)
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    """Be machine 0, with the others on Ray, to the end of this process."""
+def main(arguments: Sequence[str]) -> int:
+    """Be machine 0, with the others on Ray; the exit code."""
     end_with_parent(int(arguments[0]))
     run = RunDir(Path(arguments[1]))
     state = run.state_of(None)
@@ -59,16 +60,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with accelerate_entry.refusing(run, state.run_id):
         cluster = Cluster(launch.ray or "", nodes=1, cpus=0, run_id=state.run_id, shows_output=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would end this with another exit code
-        actors = cluster.start_ranks(RanksThere, launch.trainer_nodes - 1, needs, launch.node_wait)
-    launch = replace(launch, main_process=f"{cluster.here}:{_free_port(cluster.here)}")
-    order = json.dumps(as_json(run.update_state(plan=replace(plan, launch=launch))))
+        address = f"{cluster.here}:{_free_port(cluster.here)}"
+        state = run.update_state(plan=replace(plan, launch=replace(launch, main_process=address)))
+        actors = cluster.start_ranks(RanksThere, launch.trainer_nodes - 1, needs, address, launch.node_wait)
+    order = json.dumps(as_json(state))
     orders = [(order, number, str(run.root), str(Path.cwd())) for number in range(1, launch.trainer_nodes)]
     ends = [actor.run.remote(*order).future() for actor, order in zip(actors, orders, strict=True)]
     begun = threading.Event()
     threading.Thread(target=_watch_start, args=(ends, begun, run, state.run_id), daemon=True).start()
     code = accelerate_entry.main(arguments, begun.set)
     wait(ends, END_S)
-    leave_at_once(code)  # threads of the heartbeat are still in calls of torch
+    return code
 
 
 def _free_port(host: str) -> int:
@@ -89,4 +91,4 @@ def _watch_start(ends: list[Future[int]], begun: threading.Event, run: RunDir, r
 if __name__ == "__main__":
     from async_grpo.nodes import ranks  # the actor's class is that of the module
 
-    ranks.main(sys.argv[1:])
+    run_as_rank(lambda: ranks.main(sys.argv[1:]))

@@ -10,7 +10,6 @@ Token ids are those that were sampled: nothing is tokenised twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
@@ -54,11 +53,13 @@ Plan: TypeAlias = Generator[list[Cut], Sequence[Continuations], None]
 def collect(plan: Plan, answer: Callable[[list[Cut]], Sequence[Continuations]]) -> list[Continuations]:
     """The continuations of a plan's last wave; `answer` samples those of one wave, in the order of its cuts."""
     continuations: list[Continuations] = []
-    with suppress(StopIteration):
-        wave = next(plan)
-        while True:
-            continuations = list(answer(wave))
+    wave = next(plan, None)
+    while wave is not None:
+        continuations = list(answer(wave))
+        try:
             wave = plan.send(continuations)
+        except StopIteration:
+            wave = None
     return continuations
 
 

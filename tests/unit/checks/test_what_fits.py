@@ -29,7 +29,7 @@ from async_grpo.checks.plan.memory import (
     worker_fit,
 )
 from async_grpo.checks.plan.trainer_facts import Look, Parameters, Shape, TrainerFacts
-from async_grpo.engines.captured import LEAST_ROWS, LEAST_TOKENS, rounded
+from async_grpo.engines.fixed_sizes import LEAST_ROWS, LEAST_TOKENS, rounded
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
 from kit.plans import planned
 from kit.trainer_facts import batch, facts

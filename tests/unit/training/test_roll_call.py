@@ -246,7 +246,7 @@ def test_a_place_that_cannot_be_is_refused(
 def test_what_only_this_machine_has_cannot_be_trained_on_several(tmp_path: Path) -> None:
     launch = LaunchSettings(accelerate_config=config(tmp_path), main_process="a:1")
     plan = RunPlan(config=tmp_path / "setup.py", launch=launch, trl=TRLCall([], "."))
-    with pytest.raises(UsageError, match="by the same command on each, with a setup file"):
+    with pytest.raises(UsageError, match="by a command, with a setup file that each machine has"):
         machine_of(plan)
 
 

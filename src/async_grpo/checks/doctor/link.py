@@ -24,7 +24,7 @@ from async_grpo.training.machines import TrainerMachine
 SENT_BYTES = 64_000_000
 REPEATS = 3
 COLLECTIVE_S = 60.0  # of gloo, for each of its operations
-TIMEOUT_S = 180.0  # of all after the roll call
+TIMEOUT_S, EACH_S = 180.0, 10.0  # of all after the roll call, and for each machine
 _AGAIN = "Correct that, and start this on all machines."
 _ROUTE = "Open all ports between the machines, or name another interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
 
@@ -35,7 +35,9 @@ def trainer_link(asked: Asked) -> Iterator[Finding]:
         return
     question = {"here": asdict(here), "wait_s": asked.node_wait}
     try:
-        level, found, fix = probe.ask("async_grpo.checks.doctor.link", question, timeout_s=asked.node_wait + TIMEOUT_S)
+        level, found, fix = probe.ask(
+            "async_grpo.checks.doctor.link", question, timeout_s=asked.node_wait + TIMEOUT_S + EACH_S * here.count
+        )
     except probe.ChildFailed as failure:
         level, found, fix = Level.ERROR, str(failure), _ROUTE
     yield Finding(Level(level), "link", f"machine {here.number} of {here.count}, at {here.address}: {found}", fix)
@@ -70,6 +72,8 @@ def _rates(here: TrainerMachine, store: Any, backend: str) -> list[float]:
     import torch
     import torch.distributed as dist
 
+    data = torch.zeros(SENT_BYTES, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu")
+    store.set_timeout(timedelta(seconds=COLLECTIVE_S))  # a GPU may need long for its first tensor
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("link", store),  # type: ignore[attr-defined]  # documented there, and not exported
@@ -77,7 +81,7 @@ def _rates(here: TrainerMachine, store: Any, backend: str) -> list[float]:
         world_size=here.count,
         timeout=timedelta(seconds=COLLECTIVE_S),
     )
-    data, rates = torch.zeros(SENT_BYTES, dtype=torch.uint8, device="cuda" if backend == "nccl" else "cpu"), []
+    rates = []
     for source in range(here.count):
         taken = []
         for _ in range(1 + REPEATS):

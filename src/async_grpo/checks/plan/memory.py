@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from async_grpo.checks.plan.trainer_facts import Parameters, Shape, TrainerFacts
+from async_grpo.engines.fixed_sizes import LEAST_ROWS, LEAST_TOKENS, rounded
 from async_grpo.formatting import counted, size
 
 USABLE = 0.85  # of a GPU; the rest is for CUDA, kernels and fragments
@@ -257,8 +258,6 @@ def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
 
 def _at_a_time(facts: TrainerFacts, tokens: int) -> int:
     """How many of the longest sequences share so many tokens. `--generator hf` decodes in buffers of a few sizes."""
-    from async_grpo.engines.captured import LEAST_ROWS, LEAST_TOKENS, rounded
-
     sequence = max(1, sequence_tokens(facts))
     if facts.vllm_share is not None:
         return tokens // sequence
