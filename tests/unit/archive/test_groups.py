@@ -305,7 +305,6 @@ NAN = float("nan")
     [
         ([[1.0, 0.5], [1.0, 0.5]], None, True),
         ([[1.0, 0.5], [0.0, 0.5]], None, False),
-        ([[0.3], [0.3], [0.3]], None, True),
         ([[1.0, 0.5], [0.0, 0.5]], (0.0, 1.0), True),  # the first does not count
         ([[1.0, NAN], [1.0, NAN]], None, True),
         ([[NAN, NAN], [1.0, 0.0]], None, True),  # one completion has a reward: nothing to compare it with

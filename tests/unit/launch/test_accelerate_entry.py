@@ -44,7 +44,6 @@ def test_ranks_get_gpus_of_those_that_are_visible(
 @pytest.mark.parametrize(
     ("text", "gpus"),
     [
-        ("gpu_ids: 0,1", ["0", "1"]),
         ("gpu_ids: '2, 3'\n", ["2", "3"]),
         ('{\n  "gpu_ids": "1",\n "x": 1}', ["1"]),
         ("gpu_ids: all", []),

@@ -337,13 +337,6 @@ def test_last_words_without_an_error_are_the_last_lines(log: Path) -> None:
     assert tail.last_words().splitlines() == [f"line {number}" for number in range(70, 100)]
 
 
-def test_last_words_are_all_there_after_lines_were_shown(log: Path) -> None:
-    tail = LogTail(log, "w")
-    append(log, "error: broken\n")
-    tail.new_lines()
-    assert tail.last_words() == "error: broken"
-
-
 def test_a_child_that_wrote_nothing(log: Path) -> None:
     assert LogTail(log, "w").last_words() == "(it wrote nothing)"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -84,14 +83,6 @@ def test_children_run_until_all_have_ended_each_with_its_own_code_log_and_enviro
     assert bench.said == []
 
 
-def test_the_first_exit_that_counts_ends_the_others(bench: Bench) -> None:
-    with bench.supervise(bench.child("long", *SLEEP), bench.python("short", "raise SystemExit(7)")) as supervisor:
-        assert supervisor.run_until(ended("short")).keys() == {"short"}
-    assert supervisor.exits["short"].code == 7
-    assert supervisor.exits["long"].code == -signal.SIGTERM
-    assert is_gone(supervisor.exits["long"].pid)
-
-
 def test_a_stop_while_children_are_started_starts_no_more(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million of them would be started for hours."""
     start = supervisor_module.start_logged
@@ -104,15 +95,6 @@ def test_a_stop_while_children_are_started_starts_no_more(bench: Bench, monkeypa
     with bench.supervise(*(bench.child(name, *SLEEP) for name in "abc")) as supervisor:
         supervisor.run_until(ended("a"))
     assert {name: exit.starts for name, exit in supervisor.exits.items()} == {"a": 1}
-
-
-def test_a_stop_ends_all(bench: Bench) -> None:
-    looked = threading.Event()
-    with bench.supervise(bench.child("a", *SLEEP), bench.child("b", *SLEEP), look=looked.set) as supervisor:
-        threading.Thread(target=lambda: looked.wait(60) and supervisor.stop(signal.SIGTERM, None), daemon=True).start()
-        assert supervisor.run_until(ended("a", "b")) == {}
-    assert supervisor.stopping
-    assert [exit.code for exit in supervisor.exits.values()] == [-signal.SIGTERM, -signal.SIGTERM]
 
 
 SAYS_THAT_IT_WAS_ASKED = """

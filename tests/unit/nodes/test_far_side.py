@@ -57,7 +57,6 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(far, "_weights_at", lambda handle, workers: FakeWeights())
     monkeypatch.setattr(far, "POLL_S", 0.1)
-    monkeypatch.setattr(far, "LOOK_S", 0.05)
     the_worker_is(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(far, "LOOK_S", 0.02)
     (tmp_path / "project").mkdir()

@@ -126,15 +126,6 @@ def test_a_failure_that_the_node_reports_counts(server: ServerQueue) -> None:
     assert [server.take(name) is not None for name in server.finished()] == [True]
 
 
-def test_a_job_carries_the_newest_version_of_its_claim(server: ServerQueue) -> None:
-    server.submit(make_job(1))
-    node, versions = FakeFarNode(answered), FakeVersions(7)
-    node.version = 5
-    with served(server.root, node, versions):
-        until(server.finished, "the group")
-    assert [sent.version for sent in node.sent] == [7]
-
-
 def test_an_evaluation_is_for_a_node_that_has_its_version(server: ServerQueue) -> None:
     server.submit(make_job(1))
     server.submit(make_job(NOT_TRAINED_ON, purpose="eval"))
@@ -142,7 +133,7 @@ def test_an_evaluation_is_for_a_node_that_has_its_version(server: ServerQueue) -
     node.version = 6
     with served(server.root, node, versions):
         until(server.finished, "the group to train on")
-        assert not server.finished("eval") and len(node.sent) == 1
+        assert not server.finished("eval") and [sent.version for sent in node.sent] == [7]
         node.version = 7
         until(lambda: server.finished("eval"), "the evaluation")
 
@@ -210,7 +201,6 @@ def test_a_call_that_fails_is_the_end_of_the_node(server: ServerQueue) -> None:
             "The actor died because its node has died. Some common causes include: (1) the moon",
             "The actor died because its node has died.",
         ),
-        ("ray::FarNode.exchange() (pid=7)\n  File x, line 3\nKeyError: 'jobs'", "KeyError: 'jobs'"),
         (
             "\x1b[36mray::FarNode.receive()\x1b[39m (pid=7)\n  File x\nOSError: [Errno 28] No space",
             "OSError: [Errno 28] No space",

@@ -175,19 +175,6 @@ def test_what_does_not_train_goes_once(here: Here) -> None:
     assert here.model.frozen.nbytes <= first[0].nbytes < 2 * ALIGNMENT
 
 
-def test_a_version_in_the_middle_of_its_way_is_not_published(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    here.send()
-    monkeypatch.setattr(sending, "BUCKET_BYTES", 100)
-    here.train(1)
-    pieces = list(here.versions.pieces(-5))
-    assert len(pieces) > 5
-    for piece in pieces[:-1]:
-        assert here.node.receive(piece.about, piece.data)["published"] == 0
-    assert published(here.handle)[0] == 0
-    assert here.node.receive(pieces[-1].about, pieces[-1].data)["published"] == 1
-    assert_equal_there(here, 1)
-
-
 def test_a_damaged_or_missing_piece_publishes_nothing_and_the_whole_heals(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:

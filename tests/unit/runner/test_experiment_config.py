@@ -39,7 +39,6 @@ ROOT = Path(__file__).parents[3]
         ({"algos": {"PITA": {"batch_size": 10}}}, "must be a multiple of .* 4: set it to 8 or 12"),
         ({"rounds_of_training": 0}, "rounds_of_training must be at least 1"),
         ({"evaluation": {"etas": [0.0]}}, "evaluation.etas must be over 0"),
-        ({"model_pairs": ["tinny"]}, "model_pairs has no 'tinny'. The nearest is tiny"),
         ({"system": {"attn_impl": "flash_attention_2"}}, "set system.attn_impl=eager"),
         ({"system": {"max_parallel_jobs": 0}}, "max_parallel_jobs must be at least 1"),
         ({"scheduling": {"deadline_s": 0.0}}, "deadline_s must be over 0"),
@@ -76,9 +75,6 @@ def test_a_resume_reads_values_as_hydra_does(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("+num_samples=2", "An item is already at 'num_samples'"),
-        ("num_samples", "missing EQUAL"),
-        ("num_samples.x=1", "Could not override 'num_samples.x'"),
-        ("evaluation.etas=[1", "Hydra cannot compose"),
         ("evaluation.etas=" + "[" * 3000 + "]" * 3000, "recursion depth"),
         ("evaluation.etas=2026-99-99", 'evaluation.etas is "2026-99-99", not a list'),
         ("+num_sample=1", "the nearest is 'num_samples'"),
@@ -157,7 +153,6 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, refused: Says) -> 
     ("arguments", "said"),
     [
         (["--status", "x", "experiment.name=y"], "take no keys"),
-        (["--init", "experiment.name=y"], "take no keys"),
         (["--status", "x", "--dry-run"], "not allowed with argument --status"),
         (["--retry", "JOB", "x", "num_samples=2"], "name the folder of the experiment, and nothing else"),
         (["resume_from=x", "resume_from=y"], "give resume_from=DIR once"),
