@@ -131,7 +131,6 @@ def test_the_command_line_is_before_sm_hps_which_is_before_the_file(example: Sim
         (["--trainer=grpo_outcome", "--turn_advantage_coef=2"], "turn_advantage_coef=2 has no use with trainer=grpo_o"),
         (["--no_turn_reward", "--turn_advantage_coef=2"], "turn_advantage_coef=2 has no use with no_turn_reward"),
         (["--accelerate_config=fsdp1"], "accelerate_config must be one of fsdp2, zero3, got 'fsdp1'"),
-        (["--report_to=mlflow"], "report_to must be one of none, wandb, tensorboard"),
         (["--vllm_gpu_memory_utilization=1.2"], "must be over 0 and at most 1, got 1.2"),
         (["--max_model_len=512"], "max_model_len=512 leaves no room for a prompt"),
         (['--model_name="a"b"'], 'model_name is in quotes and not valid JSON: "a"b"'),
@@ -161,8 +160,6 @@ def test_each_trainer_is_a_credit(example: SimpleNamespace, tmp_path: Path) -> N
         (b"[" * 100_000, "are no JSON"),
         (b"[1]", "must be an object of names and values"),
         (b'{"seed": {"a": 1}}', 'seed must be a text, a number or true or false, got {"a": 1}'),
-        (b'{"seed": [1]}', "seed must be a text"),
-        (b'{"seed": null}', "seed must be a text"),
     ],
 )
 def test_an_odd_file_of_hyperparameters_is_a_sentence(
@@ -182,7 +179,6 @@ def test_an_odd_file_of_hyperparameters_is_a_sentence(
     ("text", "sentence"),
     [
         ("model", "SM_CHANNELS must be a JSON list of names, got 'model'"),
-        ('{"model": 1}', "SM_CHANNELS must be a JSON list"),
         ('["remodelled"]', "There is no channel 'remodelled': the job reads model, index, training, evaluation."),
         ('["trainin"]', "Did you mean training?"),
     ],
@@ -321,11 +317,9 @@ def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) 
     ("options", "sentence"),
     [
         (["--hyperparameter", "num_generations=16"], "num_generations can be: 2, 4, 7, 8, 14, 28, 56."),
-        (["--hyperparameter", "foo=1"], "There is no hyperparameter foo."),
         (["--channel", "trainin=s3://a/b"], "There is no channel 'trainin'"),
         (["--channel", "training=s3://a/b"], "need the channel index"),
         (["--instance", "ml.g6e.12xlarge", "--hyperparameter", "num_gpus=8"], "ml.g6e.12xlarge has 4 GPUs"),
-        (["--hyperparameter", "num_gpus=1"], "the trainer and the worker's vLLM need a GPU each"),
     ],
 )
 def test_what_the_job_would_refuse_is_refused_before_anything_is_sent(

@@ -159,8 +159,6 @@ CHANGES: list[tuple[dict[str, Any], Callable[[Any], Any], dict[str, Any], str]] 
     # settings that jobs do not bring
     ({}, setter(repetition_penalty=1.5), {}, "repetition_penalty of generation_config" + ALONE),
     ({}, setter(do_sample=False), {}, "do_sample of generation_config" + ALONE),
-    ({}, setter(suppress_tokens=[3]), {}, "suppress_tokens of generation_config" + ALONE),
-    ({}, setter(stop_strings=["a"]), {}, "stop_strings of generation_config" + ALONE),
     ({}, assigned("model.generation_config.typical_p", 0.5), {}, "typical_p of generation_config" + ALONE),
     # only transformers can draw from another distribution, and another temperature needs fresh rollouts
     *(

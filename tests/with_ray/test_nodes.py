@@ -473,11 +473,3 @@ def test_the_demo_with_nodes_learns_and_is_evaluated_though_one_is_killed(tmp_pa
     lines = lines_of(run_dir / "evaluations.jsonl")
     assert all(line["failed"] == {} for line in lines)
     assert lines[-1]["figures"]["pass@1"]["value"] >= 0.9, lines[-1]["figures"]
-
-
-@pytest.mark.slow
-def test_several_tasks_and_a_critic_train_with_a_node(tmp_path: Path) -> None:
-    setup = ROOT / "examples" / "tasks" / "my_trainer.py"
-    finish(tmp_path, "-n", "1", *LOCAL, "2", "--steps", "4", "--run-dir", "run", setup=setup)
-    report = audit(tmp_path / "run")
-    assert report.anomalies == [] and report.duplicates == 0, report

@@ -82,17 +82,6 @@ def test_weights_that_vllm_processes_on_loading_are_reloaded(greedy: Running, mo
     check_greedy(trainer, engine, version=9)
 
 
-def test_a_completion_ends_with_its_end_token(sampling: Running) -> None:
-    trainer, engine = sampling
-    engine.load(published(trainer), version=0)
-    outputs = run(engine, {f"end-{index}": PROMPTS[0] for index in range(64)}, version=0)
-    ends = [ids[-1] in trainer.eos_token_ids for ids, _ in outputs.values()]
-    lengths = [len(ids) for ids, _ in outputs.values()]
-    assert max(lengths) <= trainer.max_completion_length
-    assert all(end or length == trainer.max_completion_length for end, length in zip(ends, lengths, strict=True))
-    assert any(ends)
-
-
 def test_a_prompt_that_is_too_long_is_refused(greedy: Running) -> None:
     with pytest.raises(ValueError, match=r"(?i)long|length|maximum"):
         greedy[1].submit("long", [1] * 600, seed=None, version=0)

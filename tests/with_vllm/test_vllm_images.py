@@ -217,12 +217,6 @@ def mismatch_at_the_trainer(get_trainer: Callable[[], GRPOTrainer]) -> float:
     return max(entry["async/logprob_mismatch"] for entry in run.logs)
 
 
-def test_images_of_a_column_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
-    data = Dataset.from_list([{"prompt": PROMPT, "image": picture(index)} for index in range(12)])
-    given = {"train_dataset": data, "learning_rate": 0.0}
-    assert mismatch_at_the_trainer(lambda: build_trainer(IDEFICS, tmp_path, **given)) < CLOSE
-
-
 def test_images_of_environments_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
     rows = [{"prompt": PROMPT, "target": index} for index in range(12)]
     given: dict[str, Any] = {"train_dataset": Dataset.from_list(rows), "chat_template": qwen3_vl_chat_template}
