@@ -51,11 +51,8 @@ def applied(numbers: Batch, change: str) -> Batch:
     [
         batch(8, group=3),
         batch(1, group=8),
-        batch(6, group=4, passes=5),
-        batch(7, group=7 * 3),
         batch(4, group=6, passes=2, gradient_accumulation_steps=8),
         batch(3, group=4, processes=2),
-        batch(2, group=4, processes=3),
         batch(1, group=2),
     ],
 )
@@ -79,7 +76,6 @@ def test_a_group_of_one_is_no_group() -> None:
     [
         (batch(8), {"max_steps": 12, "epochs": 3.0, "epoch_rounds": 64}, 12, 12),
         (batch(8), {"max_steps": -1, "epochs": 3.0, "epoch_rounds": 64}, 192, 192),
-        (batch(8, passes=4), {"max_steps": -1, "epochs": 1.0, "epoch_rounds": 16}, 16, 16),
         (batch(8, passes=4, num_iterations=2), {"max_steps": 12, "epochs": 1.0, "epoch_rounds": 16}, 12, 6),
         (batch(8, passes=4), {"max_steps": -1, "epochs": 0.5, "epoch_rounds": 16}, 8, 8),
         (batch(8), {"max_steps": -1, "epochs": 1.0, "epoch_rounds": None}, None, None),
@@ -97,7 +93,6 @@ def test_steps_and_rounds(numbers: Batch, limits: dict[str, Any], steps: int | N
     ("optimizer", "nbytes"),
     [
         ("adamw_torch", 4 * MILLION),
-        ("adamw_torch_fused", 4 * MILLION),
         ("paged_adamw_32bit", 8 * MILLION),
         ("adamw_8bit", 2 * MILLION + 2 * (4 * MILLION // 256)),
         ("adafactor", 0),

@@ -83,14 +83,6 @@ def test_the_kv_cache_and_the_engine_of_llama_31_8b_are_those_of_unsloth() -> No
     assert weight_bytes(of_size(8_030_000_000, LLAMA_31_8B).parameters) == pytest.approx(16 * GB, rel=0.01)
 
 
-def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
-    """1.5 billion parameters: 24 GB, of which copies of the weights in fp32 take 6, as here the weights themselves."""
-    weights = Parameters(
-        count=1_500_000_000, trained=1_500_000_000, nbytes=6 * GB, trained_bytes=6 * GB, dtypes={"float32": 6 * GB}
-    )
-    assert trainer_bytes(facts(parameters=weights)) == 24 * GB
-
-
 @pytest.mark.parametrize(("sequences", "stated", "ours"), [(1, 8.87, 8.58), (2, 10.30, 9.72)])
 def test_a_whole_step_on_a_gpu_takes_what_the_notes_of_trl_say(sequences: int, stated: float, ours: float) -> None:
     """SFT of one sequence, and GRPO of the smallest group: TRL 1.15's release notes."""
@@ -265,13 +257,6 @@ def test_checkpointing_is_what_helps_most_where_activations_rule() -> None:
     assert change.text == "gradient_checkpointing=True"
     before, after = (activation_bytes(other, on_gpu=True) for other in (of, replace(of, gradient_checkpointing=True)))
     assert change.saved == before - after
-
-
-def test_shards_divide_what_is_held_but_not_what_is_published() -> None:
-    of = of_size(1_000_000, None)
-    whole, halves = need_of(of, on_gpu=True), need_of(replace(of, sharded_over=2), on_gpu=True)
-    assert whole - halves == 4_000_000
-    assert "sharded over 2 processes" in trainer_fit(replace(of, sharded_over=2), GB).text
 
 
 def test_a_model_of_unknown_shape_is_said_to_be_counted_without_activations() -> None:

@@ -29,12 +29,9 @@ Asked = tuple[str | None, str | None, int | None]  # master, workers, their numb
     ("gpus", "asked", "plan"),
     [
         (0, (None, None, None), ("cpu", ["cpu", "cpu"])),
-        (0, (None, None, 3), ("cpu", ["cpu", "cpu", "cpu"])),
         (0, ("cpu", "cpu", None), ("cpu", ["cpu"])),
         (1, (None, None, None), ("0", ["0"])),
-        (1, (None, None, 2), ("0", ["0", "0"])),
         (4, (None, None, None), ("0", ["1", "2", "3"])),
-        (4, ("2", None, None), ("2", ["0", "1", "3"])),
         (4, ("02", None, None), ("2", ["0", "1", "3"])),
         (4, (None, None, 2), ("0", ["1", "2"])),
         (3, (None, None, 4), ("0", ["1", "2", "1", "2"])),
@@ -107,7 +104,6 @@ def worker_begun(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], tuple
     ("gpus", "arguments", "environment", "device"),
     [
         (4, [], None, "1"),
-        (1, [], None, "0"),
         (0, [], None, "cpu"),
         (4, [], "3", "3"),
         (4, ["-d", "2"], "3", "2"),

@@ -112,11 +112,9 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
         (["mine.py", "--config", "mine.py"], "unrecognized arguments: mine.py"),
         (["--distribted"], "unrecognized arguments: --distribted. Did you mean --distributed?"),
         (["mine.py", "--learning_rate", "1"], "--learning-rate 1. With a Python file, or --resume, it is --set learni"),
-        (["--model_name_or_path", "m", "--hub_token", "x"], "--hub_token: run.json keeps the arguments"),
         (["--model_name_or_path", "m", "--hub-tok", "x"], "--hub_token: run.json keeps the arguments"),
         (["grpo.yaml", "--resume_from_check=x"], "--resume_from_checkpoint: --resume continues a run"),
         (["--model_name_or_path", "m", "--lora_r", "hf_" + 34 * "a1"], "looks like a secret"),
-        (["grpo.yaml", "--resume_from_checkpoint", "x"], "--resume_from_checkpoint: --resume continues a run"),
         (["grpo.yaml", "--resume", "--lora_r", "4"], "--lora-r 4. Flags of `trl grpo` go with its YAML file"),
     ],
 )

@@ -97,7 +97,6 @@ def link(folder: Path) -> None:
         (foreign, "000006.delta: it belongs to another chain"),
         (another_base, "000006.delta: It starts from the version with the hash"),
         (link, "000006.delta: it is a link"),
-        (lambda folder: (folder / "000006.delta").write_bytes(b"x" * 900), "000006.delta: it is not a delta"),
     ],
 )
 def test_damage_is_named_and_the_rest_rebuilds(folder: Path, damage: Callable[[Path], object], said: str) -> None:

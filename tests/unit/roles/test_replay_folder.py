@@ -41,10 +41,8 @@ def put(path: str, content: str = "of the run") -> Path:
     [
         ("outputs/checkpoint-8", "has files in it"),  # the weights of the run's only checkpoint were replaced
         ("worker", "has files in it"),  # its metrics.jsonl was displaced
-        ("outputs", "has files in it"),
         ("outputs/checkpoint-9", "name of a checkpoint"),
         ("outputs/checkpoint-8/replay", "which is a run's"),
-        ("worker/replay", "which is a run's"),
         ("a_file", "is no folder"),
         ("dangling", "is no folder"),
     ],

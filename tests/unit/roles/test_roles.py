@@ -89,7 +89,6 @@ def worker_on(gpu: str, run: Path, **settings: Any) -> WorkerOptions:
     [
         ("0", {}, ["weights", "engine"]),
         ("1", {}, ["engine"]),
-        ("cpu", {}, ["engine"]),
         ("0", {"server_devices": "2,3"}, ["engine"]),
     ],
 )
@@ -334,7 +333,6 @@ def test_a_guided_evaluation_samples_as_the_head_says_where_the_command_says_not
     [
         ({"guided": False, "etas": (0.1,)}, r"--eval-eta: the trainer of \S*setup.py is not guided"),
         ({"eval_top_p": 0.9}, "values are of the untruncated sampler: set top_p to 1"),
-        ({"eval_top_k": 20}, "values are of the untruncated sampler"),
         ({"eval_temperature": 1.0}, "--eval-temperature 1.0: the head has values of the sampler at temperature 0.7"),
     ],
 )

@@ -247,7 +247,6 @@ def snapshot(root: Path) -> dict[str, bytes | None]:
     [
         (None, 0, {}, Fate.NEW),
         (runs.FINISHED, 5, {}, Fate.MOVED_ASIDE),
-        (runs.FAILED, 0, {}, Fate.MOVED_ASIDE),
         (runs.STOPPED, 5, {"overwrite": True}, Fate.OVERWRITTEN),
         (runs.STOPPED, 5, {"resume": True}, Fate.RESUMED),
         (runs.STOPPED, 5, {}, "unfinished run"),
