@@ -36,9 +36,8 @@ def test_ranks_get_gpus_of_those_that_are_visible(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert (
-        launched_with(EXAMPLE, accelerate_entry._gpu_options(LaunchSettings(accelerate_config=EXAMPLE), env)) == ranks
-    )
+    launch = LaunchSettings(accelerate_config=EXAMPLE)
+    assert launched_with(EXAMPLE, accelerate_entry._gpu_options(launch, env)) == ranks
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,7 @@ def test_gpus_that_a_configuration_names(text: str, gpus: list[str], tmp_path: P
 def test_more_gpus_than_are_visible_are_refused() -> None:
     with pytest.raises(UsageError, match=r"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES=4 leaves 1"):
         accelerate_entry._gpu_options(LaunchSettings(accelerate_config=EXAMPLE), {"CUDA_VISIBLE_DEVICES": "4"})
-    on_ray = LaunchSettings(
-        accelerate_config=EXAMPLE, trainer_nodes=2, machine_rank=1
-    )  # its GPUs count, not the file's
+    on_ray = LaunchSettings(accelerate_config=EXAMPLE, trainer_nodes=2, machine_rank=1)  # which gives the GPUs
     assert accelerate_entry._gpu_options(on_ray, {"CUDA_VISIBLE_DEVICES": "4"}) == ["--gpu_ids", "4"]
 
 

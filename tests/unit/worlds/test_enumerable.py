@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,46 @@ def test_gaps_of_each_formula_with_exact_values(offsets, binary: float, graded: 
     assert gap == pytest.approx(graded if is_graded else binary, rel=0.01, abs=1e-12)
     lacking = world.objective(world.best(0.2), 0.2) - world.objective(policy, 0.2)
     assert lacking == pytest.approx(0.2 * gap, abs=1e-9)
+
+
+def test_contrastive_on_ascents_is_what_a_learned_head_is_held_against() -> None:
+    world = Enumerable.ascents()
+    assert world.gap(world.guided(contrastive(world, 0.3)), 0.3) == pytest.approx(0.250, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("world", "most", "none"), [(Enumerable.tables, 0.006, 0.055), (Enumerable.ascents, 0.014, 0.17)]
+)
+def test_a_token_without_a_score_is_best_counted_as_the_worst_scored_one(world: Any, most: float, none: float) -> None:
+    """Against no centring, the scored tokens' own mass, and the value of the prefix: what each rule lacks."""
+    lacks: dict[str, list[float]] = {}
+    for is_graded, top_k, eta in itertools.product((False, True), (4, 6), (0.1, 0.2)):
+        one = world(graded=is_graded)
+        objectives = {rule: one.objective(one.guided(steps), eta) for rule, steps in by_rule(one, eta, top_k).items()}
+        for rule, found in objectives.items():
+            lacks.setdefault(rule, []).append(max(objectives.values()) - found)
+    assert max(lacks["smallest"]) == pytest.approx(most, abs=0.001)
+    assert max(lacks["none"]) == pytest.approx(none, abs=0.003)
+    assert max(lacks["smallest"]) == min(max(found) for found in lacks.values())
+
+
+def by_rule(world: Enumerable, eta: float, top_k: int) -> dict[str, Steps]:
+    """The best offsets of the likeliest tokens, less what each rule subtracts; 0 for the others."""
+    found: dict[str, Steps] = {"none": [], "smallest": [], "mass": [], "value": []}
+    for logp_SV, offset_SV in zip(world.reference, world.best_offsets(eta), strict=True):
+        scored_SV = logp_SV >= np.sort(logp_SV, axis=1)[:, [-top_k]]
+        scored_logp_SV = np.where(scored_SV, logp_SV, -np.inf)
+        scored = (scored_logp_SV, scored_logp_SV + offset_SV)
+        before_S1, after_S1 = (logsumexp(one, axis=1, keepdims=True) for one in scored)
+        subtracted = {
+            "none": 0.0,
+            "smallest": np.where(scored_SV, offset_SV, np.inf).min(1, keepdims=True),
+            "mass": after_S1 - before_S1,
+            "value": logsumexp(logp_SV + offset_SV, axis=1, keepdims=True),
+        }
+        for rule, less in subtracted.items():
+            found[rule].append(np.where(scored_SV, offset_SV - less, 0.0))
+    return found
 
 
 @pytest.mark.parametrize(
