@@ -237,6 +237,7 @@ def test_a_cluster_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with command("doctor", "--ray", address, cwd=tmp_path) as doctor:
             doctor.wait()
         assert "): 4 of 4 CPUs free; the same versions as here; a call takes" in " ".join(doctor.output.split())
+        assert ": 64 MB to all others by gloo on lo: " in " ".join(doctor.output.split())
         options = ("--ray", address, "--node-wait", "2", "--eval-every", "0", "--steps", "4", "-n", "0")
         with command("train", str(SETUP), *options, "--nodes", "4", cwd=tmp_path) as short:
             assert short.wait() == 2

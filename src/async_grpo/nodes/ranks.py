@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     with accelerate_entry.refusing(run, state.run_id):
         cluster = Cluster(launch.ray or "", nodes=1, cpus=0, run_id=state.run_id, shows_output=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler would end this with another exit code
-        address = f"{cluster.here}:{_free_port(cluster.here)}"
+        address = f"{cluster.here}:{free_port(cluster.here)}"
         state = run.update_state(plan=replace(plan, launch=replace(launch, main_process=address)))
         actors = cluster.start_ranks(RanksThere, launch.trainer_nodes - 1, needs, address, launch.node_wait)
     order = json.dumps(as_json(state))
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

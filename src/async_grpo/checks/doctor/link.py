@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor.finding import Asked, Finding, Level
@@ -20,6 +20,9 @@ from async_grpo.launch.accelerate_entry import EQUAL
 from async_grpo.setup.fingerprints import versions
 from async_grpo.training import machines
 from async_grpo.training.machines import TrainerMachine
+
+if TYPE_CHECKING:
+    from async_grpo.nodes.cluster import Cluster, Machine
 
 SENT_BYTES = 64_000_000
 REPEATS = 3
@@ -41,6 +44,30 @@ def trainer_link(asked: Asked) -> Iterator[Finding]:
     except probe.ChildFailed as failure:
         level, found, fix = Level.ERROR, str(failure), _ROUTE
     yield Finding(Level(level), "link", f"machine {here.number} of {here.count}, at {here.address}: {found}", fix)
+
+
+def link_of_cluster(asked: Asked, found: Cluster, machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Measure it between this machine and those of a Ray cluster, on a GPU each where they have some."""
+    from async_grpo.nodes.cluster import CPUS_A_WORKER
+    from async_grpo.nodes.ranks import free_port
+
+    count, address = len(machines) + 1, f"{found.here}:{free_port(found.here)}"
+    needs = {"CPU": CPUS_A_WORKER, **({"GPU": 1} if all(machine.gpus for machine in machines) else {})}
+    actors = found.start_ranks(LinkThere, count - 1, needs, address, asked.node_wait)
+    here, *others = (TrainerMachine(number, count, address) for number in range(count))
+    for actor, machine in zip(actors, others, strict=True):
+        actor.look.remote({"here": asdict(machine), "wait_s": asked.node_wait})
+    yield from trainer_link(replace(asked, machine=here))
+
+
+class LinkThere:
+    """The actor of another machine, which ends with the process that asks."""
+
+    def ready(self) -> None: ...
+
+    def look(self, question: dict[str, Any]) -> None:
+        """Do what the command that would be typed there does; what it finds is said by machine 0."""
+        _look(question)
 
 
 def _look(question: dict[str, Any]) -> tuple[Level, str, str]:

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from async_grpo.checks.doctor.finding import Asked, Finding, error, ok, warning
+from async_grpo.checks.doctor.link import link_of_cluster
 from async_grpo.errors import PeerDiedError, RunDirError, UsageError
 from async_grpo.formatting import size
 from async_grpo.launch.host_memory import memory_group
@@ -183,6 +184,8 @@ def cluster(asked: Asked) -> Iterator[Finding]:
                 yield error(NODES, "this machine is alone in the cluster", "Start Ray on others: ray start --address=…")
             for machine in machines:
                 yield _machine(found, machine, here["versions"])
+            if machines:
+                yield from link_of_cluster(asked, found, machines)
     except (UsageError, PeerDiedError) as refusal:
         yield error(NODES, str(refusal), "Correct that first.")
 
