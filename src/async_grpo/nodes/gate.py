@@ -120,7 +120,7 @@ class _Gate:
             raise self._trouble
 
     def _ranks_have_places(self) -> bool:
-        """Those of this start: the address that its machine 0 has chosen names them."""
+        """Look for those of this start, which the address that its machine 0 has chosen names."""
         state = self._run.read_state()
         address = state.plan.launch.main_process if state is not None else None
         return address is not None and self._cluster.leaves_ranks_their_gpus(address)
