@@ -25,19 +25,22 @@ from benchmarks.table import Row, as_text, describe_machine, keep, machine_line,
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from async_grpo.engines.captured import DecodeSteps
 from async_grpo.engines.decoding import SamplingLoop
 
+LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
+
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """The kernels that run, each with the shapes that it is given and gives, and the bytes of these."""
+    """The kernels that run, each with its shapes, the bytes that they move, and what attention computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.kernels: list[tuple[Any, ...]] = []
         self.bytes = 0
+        self.attention_flop = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -46,10 +49,14 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no 
         memory = {it.untyped_storage().data_ptr() for it in given}
         if changes or not {it.untyped_storage().data_ptr() for it in made} <= memory:  # else it is a view
             self.kernels.append((func, *(tuple(it.shape) for it in [*given, *made])))
-            # What is written in place is written as far as there is something to write.
-            self.bytes += sum(
-                it.nbytes for it in ([*given[1:], *given[-1:]] if changes and given[1:] else given + made)
-            )
+            # A table is read as far as it is asked for, and memory written in place as far as there is what to write.
+            if func in LOOKUPS:
+                moved = [*given[1:], *made, *made]
+            else:
+                moved = [*given[1:], *given[-1:]] if changes and given[1:] else given + made
+            self.bytes += sum(it.nbytes for it in moved)
+            if "scaled_dot_product" in str(func):  # queries of shape (batch, heads, queries, dim), keys alike
+                self.attention_flop += 4 * given[0].numel() * given[1].shape[-2]
         return result
 
 
@@ -83,6 +90,31 @@ def work_of_a_token(loop: SamplingLoop) -> Work:
     return work
 
 
+def continuous_batching(model: Any, prompts: list[list[int]]) -> Work:
+    """A pass of transformers' continuous batching in which each row has one token.
+
+    Its keys lie in pages, and sdpa gets those of all rows as one sequence, with a mask of who sees what.
+    """
+    found: list[Work] = []
+    forward = model.forward
+
+    def watched(**kwargs: Any) -> Any:
+        with Work() as work:
+            result = forward(**kwargs)
+        if kwargs["input_ids"].shape == (1, len(prompts)):
+            found.append(work)
+        return result
+
+    model.forward = watched
+    try:
+        config = GenerationConfig(max_new_tokens=4, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=-1)
+        pages = ContinuousBatchingConfig(num_blocks=2 * len(prompts), max_batch_tokens=sum(map(len, prompts)))
+        model.generate_batch(prompts, config, continuous_batching_config=pages, progress_bar=False)
+    finally:
+        model.forward = forward
+    return found[-1]
+
+
 def counted(shape: str, rows: int) -> list[Row]:
     os.environ["QWEN3_SHAPE"] = shape
     model = build_model(build_tokenizer()).eval()
@@ -98,6 +130,7 @@ def counted(shape: str, rows: int) -> list[Row]:
     with torch.no_grad(), Work() as drawing:
         loop._sample()
     logits = loop._open_rows.logits_bV
+    paged = continuous_batching(model, prompts)
     launches = len(fixed_token.kernels) - len(fixed.kernels) + 1
     return [
         row(f"launches a token, {rows} rows, shapes that grow", [len(token.kernels)], ""),
@@ -105,6 +138,9 @@ def counted(shape: str, rows: int) -> list[Row]:
         row("launches, of those of shapes that grow", [launches / len(token.kernels)], "", target="<= .15"),
         row("bytes of a pass, shapes that grow", [grown.bytes / 1e6], "MB"),
         row("bytes of a pass, fixed shapes", [fixed.bytes / 1e6], "MB"),
+        row("bytes of a pass, transformers' continuous batching", [paged.bytes / 1e6], "MB"),
+        row("attention of a pass, fixed shapes", [fixed.attention_flop / 1e9], "GFLOP"),
+        row("attention of a pass, transformers' continuous batching", [paged.attention_flop / 1e9], "GFLOP"),
         row("bytes of sampling by torch's kernels, at least", [drawing.bytes / 1e6], "MB"),
         row("bytes of sampling in one pass over the logits", [logits.nbytes / 1e6], "MB"),
         row("bytes of sampling, of those by torch's kernels", [logits.nbytes / drawing.bytes], "", target="<= .15"),
