@@ -52,7 +52,7 @@ def applied(numbers: Batch, change: str) -> Batch:
         batch(8, group=3),
         batch(1, group=8),
         batch(4, group=6, passes=2, gradient_accumulation_steps=8),
-        batch(3, group=4, processes=2),
+        batch(4, group=3, processes=4, machines=2),
         batch(1, group=2),
     ],
 )
@@ -62,8 +62,8 @@ def test_every_proposed_change_alone_makes_the_numbers_fit(numbers: Batch) -> No
     assert any("num_generations" in text for text in proposals) or numbers.generation_batch_size == 1
     assert any("per_device_train_batch_size" in text for text in proposals)
     assert any("num_processes" in text for text in proposals) is (numbers.processes > 1)
-    for change in proposals:
-        assert misfit(applied(numbers, change)) == "", change
+    for changed in (applied(numbers, change) for change in proposals):
+        assert (misfit(changed), changed.processes % changed.machines) == ("", 0)
 
 
 def test_a_group_of_one_is_no_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,14 +21,16 @@ class Batch:
     num_generations: int
     num_iterations: int = 1
     processes: int = 1
+    machines: int = 1
 
     @classmethod
     def of(cls, config: Any) -> Batch | None:
         """The numbers of a `GRPOConfig`; None where it was refused before these numbers were set."""
         if not (config.steps_per_generation and config.generation_batch_size):
             return None
-        same = {entry.name: getattr(config, entry.name) for entry in fields(cls) if entry.name != "processes"}
-        return cls(**same, processes=config.world_size)
+        same = {entry.name: getattr(config, entry.name) for entry in fields(cls) if hasattr(config, entry.name)}
+        ranks = config.world_size
+        return cls(**same, processes=ranks, machines=ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
     @property
     def prompts(self) -> int:
@@ -59,9 +62,11 @@ def misfit(batch: Batch) -> str:
             f"num_generations={batch.num_generations}: GRPO compares completions of one prompt, so it needs at least 2"
         )
     if batch.generation_batch_size % batch.num_generations:
+        processes = f" * {batch.processes} processes" if batch.processes > 1 else ""
         return (
-            f"a generation batch of {batch.generation_batch_size} completions ({_product(batch)}) is not divisible by "
-            f"num_generations={batch.num_generations}: the last prompt's group would be cut"
+            f"a generation batch of {batch.generation_batch_size} completions (per_device_train_batch_size="
+            f"{batch.per_device_train_batch_size}{processes} * steps_per_generation={batch.steps_per_generation}) is "
+            f"not divisible by num_generations={batch.num_generations}: the last prompt's group would be cut"
         )
     return ""
 
@@ -75,16 +80,17 @@ def what_to_set(batch: Batch) -> list[str]:
     group = batch.num_generations
     nearest = sorted(possible_generations(batch), key=lambda value: (abs(value - group), value))[:2]
     advice = [f"num_generations={value}" for value in nearest]
-    others = batch.generation_batch_size // batch.per_device_train_batch_size
-    step = group // math.gcd(group, others)
-    size = -(-batch.per_device_train_batch_size // step) * step
-    advice.append(f"per_device_train_batch_size={size}")
-    per_pass = batch.per_device_train_batch_size * batch.processes
-    step = group // math.gcd(group, per_pass)
-    passes = -(-batch.steps_per_generation // step) * step
+
+    def whole(value: int, each: int) -> int:
+        step = group // math.gcd(group, each)
+        return -(-value // step) * step
+
+    each = batch.per_device_train_batch_size
+    passes = whole(batch.steps_per_generation, each * batch.processes)
     same = batch.steps_per_generation == batch.gradient_accumulation_steps
+    advice.append(f"per_device_train_batch_size={whole(each, batch.generation_batch_size // each)}")
     advice.append(f"{'gradient_accumulation_steps' if same else 'steps_per_generation'}={passes}")
-    step = group // math.gcd(group, batch.per_device_train_batch_size * batch.steps_per_generation)
+    step = math.lcm(group // math.gcd(group, each * batch.steps_per_generation), batch.machines)  # as many on each
     fewer = batch.processes // step * step  # as of machines that are left
     advice += [f"num_processes={count}" for count in (fewer, fewer + step) if count and batch.processes > 1]
     return advice
@@ -93,11 +99,3 @@ def what_to_set(batch: Batch) -> list[str]:
 def possible_generations(batch: Batch) -> list[int]:
     """Each `num_generations` that divides a generation batch into whole groups, the smallest first."""
     return [value for value in range(2, batch.generation_batch_size + 1) if batch.generation_batch_size % value == 0]
-
-
-def _product(batch: Batch) -> str:
-    processes = f" * {batch.processes} processes" if batch.processes > 1 else ""
-    return (
-        f"per_device_train_batch_size={batch.per_device_train_batch_size}{processes} * "
-        f"steps_per_generation={batch.steps_per_generation}"
-    )
