@@ -12,6 +12,7 @@ from async_grpo.errors import BadFileError, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.algorithm import Algorithm
+from async_grpo.setup.fingerprints import whole_shape
 from async_grpo.setup.replaced import users_class
 from async_grpo.training.corrections.kept_log_probs import rows_of
 from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers
@@ -33,7 +34,7 @@ def refuser_of(trainer: GRPOTrainer, *, reached: int = 0) -> Callable[[RolloutGr
         reached: the newest version of the run before it was resumed, which may have sampled groups.
     """
     names = trainer.reward_func_names
-    tokens = trainer.model.get_input_embeddings().weight.shape[0]
+    tokens, _ = whole_shape(trainer.model.get_input_embeddings().weight)
 
     def refuse(group: RolloutGroup) -> None:
         try:
@@ -109,11 +110,8 @@ def rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
     output |= {"env_mask": []} if with_masks else {}
     for group in groups:
         lengths = group.completion_lengths
-        output["prompt_ids"] += (
-            [group.prompt_ids.tolist()] * len(lengths)
-            if group.prompt_lengths is None
-            else _cut(group.prompt_ids, group.prompt_lengths)
-        )
+        one = [group.prompt_ids.tolist()] * len(lengths)
+        output["prompt_ids"] += one if group.prompt_lengths is None else _cut(group.prompt_ids, group.prompt_lengths)
         output["completion_ids"] += _cut(group.completion_ids, lengths)
         output["logprobs"] += _cut(group.sampling_logprobs, lengths)
         if with_masks:
