@@ -35,7 +35,7 @@ def run(script: Path, *arguments: str | Path, **env: str) -> subprocess.Complete
 def test_parts_of_the_report(tmp_path: Path) -> None:
     code, report = check(tmp_path, "sampler", "weights", "gsm8k", "targets", GSM8K_PATH="")
     assert code == 0, report
-    assert report.count("PASSED tests/gpu/test_sampler_cuda.py::") == 4
+    assert report.count("PASSED tests/gpu/test_sampler_cuda.py::") == 6
     assert "no figure here means anything" in report
     assert f"## Weights\n\n    {sys.executable} benchmarks/weights.py --help\n" in report, "each part names its command"
     assert "```\n\nDone in" in report

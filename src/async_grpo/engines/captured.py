@@ -11,12 +11,16 @@ Shapes: b rows in the batch, R of the pass (a few shapes serve every b), V the v
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -34,10 +38,27 @@ LEAST_FREE = 0.05  # of a GPU's memory, which graphs leave
 
 @dataclass(slots=True)
 class Graphs:
-    """CUDA graphs of one place of weights, and the bytes of the GPU that they took."""
+    """CUDA graphs of one place of weights, and how many bytes fewer the GPU had free after each."""
 
     of_shape: dict[Shape, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    nbytes: int = 0
+    taken: list[int] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """What they take: by the median, since other processes take memory, and give some back, meanwhile."""
+        return median_low(self.taken or [0]) * len(self.taken)
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Notes the last kernel whose result the host waits for: it would spoil a capture, and torch with it."""
+
+    found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if reads and func is not torch.ops.aten.index.Tensor:  # which has the tag for masks alone
+            self.found = str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def copies_instead(*, graphs: int, weights: int, free: int, total: int) -> bool:
@@ -87,17 +108,17 @@ class DecodeSteps:
         self._say(f"tokens are decoded {how}")
         return reason is None
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.info(text)
+    def _say(self, text: str, *, once: str = "", level: str = "INFO") -> None:
+        if (once or text) not in self._said:
+            self._said.add(once or text)
+            logger.log(level, text)
 
     def begin(
         self, model: PreTrainedModel, cache: Cache, mask_bL: Tensor | None, positions_bL: Tensor, longest: int,
         kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
         """Take over the keys and values of prompts, whose rows may grow to `longest` tokens."""
-        self._model, self._kwargs = model, kwargs
+        self._model, self._kwargs, self._full = model, kwargs, False
         self._rows, self._position = cache.layers[0].keys.shape[0], positions_bL.shape[-1]
         self._least_rows = min(LEAST_ROWS, self._rows)  # one long row has the memory of one
         self._take_batch(cache, positions_bL, rounded(self._rows, self._least_rows), rounded(longest, LEAST_TOKENS))
@@ -186,34 +207,44 @@ class DecodeSteps:
         tokens = min(rounded(self._position, LEAST_TOKENS), self._batch.most_tokens)
         self._batch.rows, self._batch.tokens = rounded(self._rows, self._least_rows), tokens
         shape = (self._batch.most_rows, self._batch.most_tokens, self._batch.rows, self._batch.tokens)
-        if self._capture and shape not in self._here.of_shape and shape in self._warm:
+        if self._capture and not self._full and shape not in self._here.of_shape and shape in self._warm:
             self._add_graph(shape)
         if shape in self._here.of_shape:
             self._here.of_shape[shape].replay()
-        else:
+        elif self._capture and shape not in self._warm:
             self._warm.add(shape)
+            with HostReads() as reads:  # type: ignore[no-untyped-call]  # as above
+                self._pass()
+            if reads.found:
+                self._give_up(f"a pass waits for the GPU ({reads.found})")
+        else:
             self._pass()
         assert self._logits_RV is not None
         return self._logits_RV[: self._rows]
 
+    def _give_up(self, reason: str) -> None:
+        self._capture = False
+        logger.warning("no more CUDA graphs: {}", reason)
+
     def _add_graph(self, shape: Shape) -> None:
         free, total = _free_memory(self._model.device)
-        if free < LEAST_FREE * total:
-            self._capture = False
+        self._full = free < LEAST_FREE * total  # for this batch: the trainer's memory comes and goes
+        if self._full:
             taken = size(sum(graphs.nbytes for graphs in self._graphs.values()))
-            logger.warning("no more CUDA graphs: {} of {} are free, and they took {}", size(free), size(total), taken)
+            text = f"fewer CUDA graphs: {size(free)} of {size(total)} are free, and they took {taken}"
+            self._say(text, once="full", level="WARNING")
             return
-        graph = torch.cuda.CUDAGraph()
+        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _undone(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._pass()
+        except torch.OutOfMemoryError:
+            self._full = True
         except Exception as error:  # noqa: BLE001  # whatever the model does that no graph can do
-            self._capture = False
-            logger.warning("no more CUDA graphs, since one could not be made: {}", reason_of(error))
-            return
-        self._pool = graph.pool()
-        self._here.of_shape[shape] = graph
-        self._here.nbytes += max(0, free - torch.cuda.mem_get_info(self._model.device)[0])  # others may give some back
+            self._give_up(f"one could not be made: {reason_of(error.__context__ or error)}")
+        else:
+            self._here.of_shape[shape] = graph
+            self._here.taken.append(max(0, free - torch.cuda.mem_get_info(self._model.device)[0]))
 
     def _pass(self) -> None:
         """Compute kernel by kernel, or note the kernels of a graph."""
@@ -228,6 +259,22 @@ class DecodeSteps:
         if self._logits_RV is None or len(self._logits_RV) < len(logits_RV):
             self._logits_RV = logits_RV.new_empty(self._batch.most_rows, logits_RV.shape[1])
         self._logits_RV[: len(logits_RV)] = logits_RV  # one memory for all graphs, which are many
+
+
+@contextmanager
+def _undone() -> Iterator[None]:
+    """Leave the thread's stream and the GPU's generator as they are; a capture that fails does not.
+
+    torch before 2.13 marks the generator that a capture begins with, and refuses to draw by it until the capture ends.
+    """
+    stream, drawn = torch.cuda.current_stream(), torch.cuda.default_generators[torch.cuda.current_device()]
+    own = drawn.graphsafe_get_state()
+    drawn.graphsafe_set_state(own.clone_state())
+    try:
+        yield
+    finally:
+        drawn.graphsafe_set_state(own)
+        torch.cuda.set_stream(stream)
 
 
 def _free_memory(device: torch.device) -> tuple[int, int]:
