@@ -23,7 +23,7 @@ from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.corrections.checks import describe_noise
 from async_grpo.training.reporting import CurvesCallback, report
 from async_grpo.training.rollout_source import StopTraining
-from async_grpo.training.trl_trainer import fit
+from async_grpo.training.trl_trainer import fit, refuse_unsupported
 from kit.compared_with_trl import settings
 from kit.in_process import InProcessRun
 from kit.runs import lines_of
@@ -46,6 +46,21 @@ def test_callbacks_run_in_the_trainer_only(tmp_path: Path) -> None:
 
     InProcessRun(get_trainer).train()
     assert [it.heard for it in made] == [["train_begin", "step_end", "log", "step_end", "log", "log", "train_end"], []]
+
+
+@pytest.mark.parametrize("when", ["step_end", "log", "epoch_end"])
+def test_where_a_callback_ends_the_training_its_weights_are_saved(when: str, tmp_path: Path) -> None:
+    callback = TrainerCallback()
+    setattr(callback, f"on_{when}", lambda args, state, control, **_: setattr(control, "should_training_stop", True))
+    changes: dict[str, Any] = {"arguments": {"callbacks": [callback]}, "save_strategy": "no", "max_steps": 9}
+    run = InProcessRun(lambda: build_trainer(tmp_path, **changes)).train()
+    assert run.checkpoints == [f"checkpoint-{run.trainer.state.global_step}"] and run.trainer.state.global_step < 9
+
+
+def test_data_without_prompts_are_refused(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, train_dataset=plain_rows().rename_column("prompt", "question"))
+    with pytest.raises(UnsupportedError, match=r"no column `prompt`.* it has: question"):
+        refuse_unsupported(trainer)
 
 
 class OwnProgress(ProgressCallback):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import BadFileError
-from async_grpo.formatting import printable
+from async_grpo.formatting import counted, printable
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunDir
@@ -106,12 +106,14 @@ def _sections(figures: dict[str, Any], run: RunDir) -> list[list[Row]]:
     time = f"in {figures['wall_seconds']:.0f} s (loading included)"
     rate = f"{figures['rollouts_per_second']:.1f} a second"
     folders = [(name, _shortest(Path(figures.get(key, "")))) for name, key in _FOLDERS]
+    if not any(Path(figures.get("checkpoints", "")).glob("checkpoint-*")):
+        folders[0] = ("checkpoints", "none (save_strategy and save_steps say when one is saved)")
     if resumed_from is None:
         counts = [("steps", f"{steps} {time}"), *_learning(figures), ("rollouts", f"{rollouts}, {rate}")]
         return [[*counts, *_of_process(figures, run), *folders]]
     totals = [("steps", f"{steps}"), *_learning(figures), ("rollouts", f"{rollouts + figures['rollouts_before']}")]
     since = [
-        (f"since the resume at step {resumed_from}", f"{steps - resumed_from} steps {time}"),
+        (f"since the resume at step {resumed_from}", f"{counted(steps - resumed_from, 'step')} {time}"),
         ("rollouts", f"{rollouts}, {rate}"),
     ]
     return [totals, [*since, *_of_process(figures, run)], folders]

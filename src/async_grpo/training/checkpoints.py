@@ -208,9 +208,10 @@ class UsedGroups:
         if removed := self._trim(self._keep):
             logger.debug("removed {} of the oldest groups from done/", removed)
 
-    def make_space(self) -> None:
-        """The disk is full: delete every group that may go."""
-        if removed := self._trim(ArchiveLimit(0)):
+    def make_space(self, folder: Path | None = None) -> None:
+        """The disk is full: delete every group that may go, unless `folder`, which needs room, is on another disk."""
+        elsewhere = folder is not None and folder.stat().st_dev != self._done.stat().st_dev
+        if removed := 0 if elsewhere else self._trim(ArchiveLimit(0)):
             logger.warning("The disk is full: removed {} of the oldest used groups from done/", removed)
 
     def _trim(self, limit: ArchiveLimit) -> int:

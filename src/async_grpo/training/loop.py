@@ -14,6 +14,7 @@ TRL's trainer calls these methods of `AsyncTraining` by way of `trl_trainer`. `a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -136,7 +137,7 @@ class AsyncTraining(TrainingEvents):
         checkpoint_folders.start_saving(self._folder.staging)
         needed, folder = checkpoints.bytes_needed(self._trainer), self._folder.staging
         make_space, should_stop = self._archive.make_space, self._leader.should_stop
-        disk_space.wait_for_space(folder, needed, make_space=make_space, should_stop=should_stop)
+        disk_space.wait_for_space(folder, needed, make_space=partial(make_space, folder), should_stop=should_stop)
         disk_space.retry_while_full(self._sync_records, make_space=make_space, should_stop=should_stop)
         self._leader.go()
         return self._folder.staging

@@ -114,6 +114,7 @@ class RolloutSource:
         self.ends_at: int | None = None  # version with which training ends: jobs that no step would use are not issued
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
+        self._last_failure = ""
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
@@ -387,8 +388,10 @@ class RolloutSource:
         insort(self.unusable, seq)
         self._failed_in_a_row += 1
         self._metrics.quarantined += 1
+        text = "prompt group {} failed for good and is set aside in quarantine/: {}"
         last_line = reason.strip().rsplit("\n", 1)[-1]
-        logger.warning("prompt group {} failed for good and is set aside in quarantine/: {}", seq, last_line)
+        logger.warning(text, seq, "as the one before" if last_line == self._last_failure else last_line)
+        self._last_failure = last_line
         if self._failed_in_a_row >= max(self._schedule.groups_per_round, MIN_FAILURES):
             raise AllGroupsFailedError(
                 f"The last {self._failed_in_a_row} prompt groups all failed, so there is nothing to train on. "

@@ -327,7 +327,10 @@ class _EventsCallback(TrainerCallback):
 
 
 class _LastCallback(TrainerCallback):
-    """Begins the training and ends its steps, after the user's callbacks and before anything is logged or saved."""
+    """Begins the training and ends its steps, after the user's callbacks and before anything is logged or saved.
+
+    Where one of these ends the training, its weights are saved: there is no script behind `train()` that could do it.
+    """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer
@@ -340,6 +343,15 @@ class _LastCallback(TrainerCallback):
         if not self.trainer.events.step_done():
             control.should_training_stop = control.should_save = True
         control.should_log = should_log  # transformers takes it back when an evaluation is logged meanwhile
+        self.on_log(args, state, control)
+
+    def on_log(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        ends = control.should_training_stop and self.trainer.saved_at != state.global_step < state.max_steps
+        if ends and not control.should_save:
+            logger.info("a callback ends the training at step {} of {}", state.global_step, state.max_steps)
+            control.should_save = True
+
+    on_evaluate = on_epoch_end = on_log
 
 
 def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
@@ -378,6 +390,12 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
             "PeftModel.from_pretrained(..., is_trainable=True), or pass `peft_config` for a new one."
         )
     _refuse_virtual_tokens(trainer.model)
+    columns = getattr(trainer.train_dataset, "column_names", None)  # None: they are not known before the rows are
+    if columns and "prompt" not in columns:
+        raise UnsupportedError(
+            f"train_dataset has no column `prompt`, which TRL and the workers read; it has: {', '.join(columns)}. Name "
+            "the right one so: dataset.rename_column(..., 'prompt')."
+        )
 
 
 def _refuse_virtual_tokens(model: Any) -> None:

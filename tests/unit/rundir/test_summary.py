@@ -47,6 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(shutil, "which", lambda name: name)  # as after an installation
     prepare(Path("worker"), planned(Path("my_trainer.py"), workers=1))
+    Path("out/checkpoints/checkpoint-100").mkdir(parents=True)
     return RunDir(Path("worker"))
 
 
@@ -72,6 +73,7 @@ def test_a_finished_run(shown: Show) -> None:
     parts += ["mean 1.23, max 3", "25% of the time", "88% of the time", "out/checkpoints", "worker/tensorboard"]
     assert [part for part in [*parts, "next: async-grpo board worker --serve\n"] if part not in text] == []
     assert all(words not in text for words in ("set aside", "dropped", "undecided"))
+    assert "none (save_strategy" in shown(checkpoints="out")
 
 
 def test_the_warning_of_a_run_whose_policy_ran_away_is_repeated(run: RunDir, shown: Show) -> None:
@@ -143,7 +145,7 @@ def test_a_run_that_was_stopped_before_training_began(run: RunDir, capsys: pytes
 
 def test_paths_are_shown_as_they_are(shown: Show) -> None:
     """Square brackets are markup to the library that draws the table."""
-    assert "runs/[bold]x[/bold]" in shown(checkpoints="runs/[bold]x[/bold]")
+    assert "runs/[bold]x[/bold]" in shown(tensorboard="runs/[bold]x[/bold]")
 
 
 def test_the_launcher_adds_its_figures(run: RunDir) -> None:

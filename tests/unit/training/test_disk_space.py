@@ -92,7 +92,9 @@ def test_a_resumed_run_makes_space_before_its_first_checkpoint(
     state = rollout_state.RolloutState(run_id="r", step=1, next_seq=5, rounds=1, **used)
     asked: list[Container[int]] = []
     queue = SimpleNamespace(trim_done=lambda keep, consumed: asked.append(consumed) or keep)
-    UsedGroups(queue, tmp_path, ArchiveLimit(1000), state if resumed else None).make_space()
+    groups = UsedGroups(queue, tmp_path, ArchiveLimit(1000), state if resumed else None)
+    groups.make_space(Path("/proc"))  # is on another disk, which these groups do not fill
+    groups.make_space(tmp_path)
     [consumed] = asked
     assert [seq for seq in range(5) if seq in consumed] == removed
 
