@@ -110,8 +110,7 @@ class RolloutTrainer:
     @property
     def goes_by_turns(self) -> bool:
         """Whether the generation is TRL's own, with tools or environments: each completion is a dialogue of its own."""
-        own = self.generates_itself or self._overrides("_tool_call_loop")
-        return not (own or self.trainer.rollout_func)
+        return not (self.generates_itself or self._overrides("_tool_call_loop") or self.trainer.rollout_func)
 
     @property
     def generates_itself(self) -> bool:

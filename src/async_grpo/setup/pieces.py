@@ -260,9 +260,6 @@ def _longest(module: Any) -> float:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "rope_parameters", None) or {}
     kinds = [found, *(it for it in found.values() if isinstance(it, dict))]  # one, or one for each kind of layer
-    limits: list[float] = [
-        kind.get("original_max_position_embeddings") or config.max_position_embeddings
-        for kind in kinds
-        if kind.get("rope_type") in BY_LENGTH
-    ]
+    of_each = (kind for kind in kinds if kind.get("rope_type") in BY_LENGTH)
+    limits = (kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in of_each)
     return min(limits, default=inf)

@@ -160,8 +160,7 @@ def _built(
     """What `get_trainer()` returns."""
     began = time.monotonic()
     logger.info("importing {}, and with it torch, transformers and TRL", path.name)
-    module = _run_file(path)
-    get_trainer = getattr(module, "get_trainer", None)
+    get_trainer = getattr(_run_file(path), "get_trainer", None)
     if not callable(get_trainer):
         raise SetupFileError(f"get_trainer in {path} is not a function but {type(get_trainer).__name__}.")
     from async_grpo.setup.generator_choice import engines_left_to_workers

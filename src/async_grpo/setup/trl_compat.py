@@ -34,15 +34,10 @@ def train_the_rest(trainer: Any, checkpoint: Path | None) -> bool:
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except AllStepsDone:
-        _take_best_model(trainer)
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()  # which a training leaves, where the setup file asks for it
         return False
     return True
-
-
-def _take_best_model(trainer: Any) -> None:
-    """Where the setup file asks for it, the best model is the one that a training leaves."""
-    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
-        trainer._load_best_model()
 
 
 def repair_trl() -> None:
@@ -82,8 +77,7 @@ def whole_head(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[An
         return nullcontext()
     from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-    gathered: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(weight, bias)
-    return gathered
+    return maybe_gather_lm_head_ctx(weight, bias)
 
 
 class TorchLogProbs:
@@ -102,7 +96,9 @@ class TorchLogProbs:
         outputs: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Returns log-probabilities [N], then entropy, log(sum p^2), mean logit and is-argmax, each [N] or None."""
-        dtype = _product_dtype(hidden)
+        device = hidden.device.type
+        # As in TRL's kernel: that of autocast, else of what goes into the head, which in Mamba-2 in bf16 is fp32.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         logits_NV = linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         logits_NV = logits_NV.float() * logit_scale
         if softcap is not None:
@@ -116,9 +112,3 @@ class TorchLogProbs:
             logits_NV.mean(-1).detach() if "mean_logits" in outputs else None,
             logits_NV.argmax(-1) == targets if "is_top1" in outputs else None,
         )
-
-
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """As in TRL's kernel: that of autocast, else of what goes into the head, which in Mamba-2 in bf16 is fp32."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

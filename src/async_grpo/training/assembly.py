@@ -76,7 +76,10 @@ class Parts:
         self.metrics = RolloutMetrics(partial(trl_trainer.append_metric, trainer))
         self.resumed = checkpoints.resume(trainer, run, state) if settings.resume else None
         self.folder = CheckpointFolder(trainer, run, state)
-        self._accept(generator)
+        # What this start decides; from here on a resume is not undone.
+        found_in = self.resumed.path.parent if self.resumed else self.folder.path
+        at = {**self.folder.record, "output_dir": str(found_in)}
+        run.update_state(of=self.run_id, **at, generator=generator, undo=None, tips="")
         used = self.resumed.state if self.resumed else None
         if used is not None:
             self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
@@ -89,12 +92,6 @@ class Parts:
         watch = Watch(trainer, engine=engine, max_staleness=settings.max_staleness)
         self.chooser = self._prompt_chooser(used) if settings.choose_prompts else None
         self.rollouts = self._rollout_source(state, used, watch)
-
-    def _accept(self, generator: str | None) -> None:
-        """Write into `run.json` what this start decides; from here on a resume is not undone."""
-        found_in = self.resumed.path.parent if self.resumed else self.folder.path
-        at = {**self.folder.record, "output_dir": str(found_in)}
-        self.run.update_state(of=self.run_id, **at, generator=generator, undo=None, tips="")
 
     def _open_queue(self, used: RolloutState | None, lock: KernelLock | None) -> None:
         run, settings = self.run, self.settings

@@ -100,7 +100,8 @@ class AsyncTraining(TrainingEvents):
         self._show_progress()
         self._history.used(self.step, self._rollouts.trained())
         # Deterministic: one version generates each group, so the next may not be visible before they are finished.
-        stop = self._settings.deterministic and not self._all_is_finished()
+        finishes = self._settings.deterministic
+        stop = finishes and not (self._rollouts.finish_open(self.step) and self._rollouts.finish_evaluation(self.step))
         if not stop:
             with self.metrics.server_is_busy():
                 self._publish_and_issue()
@@ -170,9 +171,6 @@ class AsyncTraining(TrainingEvents):
         if self._settings.max_staleness > 0:  # else when the batch is asked for: callbacks may change it until then
             self._rollouts.advance(self.step)
         activity.doing(TRAINING, version=self._publisher.version)
-
-    def _all_is_finished(self) -> bool:
-        return self._rollouts.finish_open(self.step) and self._rollouts.finish_evaluation(self.step)
 
     def _evaluate_at_the_end(self) -> bool:
         """Evaluate the last version, after the evaluation that is under way; False if asked to stop meanwhile."""

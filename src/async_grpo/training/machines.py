@@ -98,7 +98,7 @@ def reach(here: TrainerMachine, wait_s: float) -> Store:
 def _store(here: TrainerMachine, listening: int | None = None) -> Store:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there, and not exported
 
-    store: Store = TCPStore(
+    return TCPStore(
         here.host,
         here.port,
         is_master=listening is not None,
@@ -107,7 +107,6 @@ def _store(here: TrainerMachine, listening: int | None = None) -> Store:
         multi_tenant=True,  # torch's own rendezvous is in it as well, and so needs no port of its own
         master_listen_fd=listening,
     )
-    return store
 
 
 def call_roll(

@@ -43,8 +43,7 @@ def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> Callable[[],
 
 def _folder_of(given: Any, writer: Any, ours: Path) -> Path:
     """Where a callback of the setup file writes, with the writer that it was made with if it was; None: where we do."""
-    folder = getattr(writer, "log_dir", None) or getattr(given, "logging_dir", None) or ours
-    return Path(folder).absolute()
+    return Path(getattr(writer, "log_dir", None) or getattr(given, "logging_dir", None) or ours).absolute()
 
 
 def append_queue(trainer: GRPOTrainer, queue: ServerQueue, metrics: RolloutMetrics, version: int | None) -> None:

@@ -313,7 +313,9 @@ class RolloutSource:
                 group = self._queue.take(entry)
                 if group is not None:
                     self._came_back(group)
-        self._drop_over_age(version)
+        over_age = self._schedule.is_over_age  # only a resumed run has such groups, of before it was interrupted
+        for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
+            self._leave_out(self._ready.pop(seq), "over age")
         for seq, given_up in self._queue.given_up.items():
             if seq in self._open:
                 self._set_aside(seq, given_up.reason)
@@ -363,12 +365,6 @@ class RolloutSource:
                 "the last {} groups had equal rewards each: such groups are used now, or none would be", limit
             )
         return self._uniform_in_a_row < limit
-
-    def _drop_over_age(self, version: int) -> None:
-        """Only a resumed run has such groups: those that were generated before it was interrupted."""
-        over_age = self._schedule.is_over_age
-        for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
-            self._leave_out(self._ready.pop(seq), "over age")
 
     def _leave_out(self, group: RolloutGroup, reason: str) -> None:
         """The group is not trained on; another takes its place."""

@@ -314,7 +314,10 @@ class _EventsCallback(TrainerCallback):
         activity.progress()  # a micro-batch of a step that accumulates gradients
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer.batch_after_step = _batch_in_use(self.trainer)
+        trainer = self.trainer
+        passes = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations)
+        # The generation batch that TRL is in the middle of, None between two.
+        trainer.batch_after_step = BatchInUse(passes, trainer._buffered_inputs) if passes else None
         self.trainer.random_before_data = None
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
@@ -417,8 +420,7 @@ def name_the_cpu(trainer: GRPOTrainer) -> None:
 
 def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
     """The sampler that TRL's own dataloader would use, fresh."""
-    sampler: Iterable[int] = trainer._get_train_sampler(trainer.train_dataset)
-    return sampler
+    return trainer._get_train_sampler(trainer.train_dataset)
 
 
 def training_columns(trainer: GRPOTrainer) -> Any:
@@ -451,12 +453,6 @@ def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
 def latest_metrics(trainer: GRPOTrainer) -> dict[str, float]:
     """The newest value of each of TRL's training metrics that it has not logged yet."""
     return {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
-
-
-def _batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
-    """The generation batch that TRL is in the middle of, None between two."""
-    passes = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations)
-    return BatchInUse(passes, trainer._buffered_inputs) if passes else None
 
 
 def go_on_with(trainer: GRPOTrainer, batch: BatchInUse) -> None:

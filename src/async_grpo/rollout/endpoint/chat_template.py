@@ -63,8 +63,7 @@ class Chat:
                 code="unsupported_parameter",
                 param="tools",
             )
-        text = self._rendered(as_template(messages), tools=list(tools) or None)
-        return self._ids(text)
+        return self._ids(self._rendered(as_template(messages), tools=list(tools) or None))
 
     def after(self, said: Message, new: Sequence[Message], last_id: int) -> list[int]:
         """Return what follows the model's message, whose last token is `last_id`, up to its next one.
@@ -104,8 +103,7 @@ class Chat:
         return [self._tokenizer.decode([token]) for token in ids]
 
     def text(self, ids: Sequence[int]) -> str:
-        decoded: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return decoded
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def has_ended(self, ids: Sequence[int]) -> bool:
         return bool(ids) and ids[-1] in self._end_ids

@@ -218,8 +218,7 @@ class ToolResults:
             return self._tokens_of(messages)
 
     def _tokens_of(self, messages: Any) -> list[int]:
-        ids: list[int] = type(self._trainer)._get_tool_suffix_ids(self._trainer, messages)
-        return ids
+        return type(self._trainer)._get_tool_suffix_ids(self._trainer, messages)
 
     def _rendered(self, conversation: Any, *more: Any, **options: Any) -> Any:
         if more or options.get("add_generation_prompt"):

@@ -306,8 +306,7 @@ class WholeGenerations:
             with self._alone, refusing_signals():
                 return trl.generate(jobs, version, sample)
 
-        made = await self._threads.run(work, name=f"group {jobs[0].seq}")
-        return [noted(group, turns) for group in made]
+        return [noted(group, turns) for group in await self._threads.run(work, name=f"group {jobs[0].seq}")]
 
     def _wait(self, sampled: Future[SampledGroup]) -> SampledGroup:
         deadline = time.monotonic() + TURN_WAIT_S

@@ -145,5 +145,4 @@ def _read(name: str) -> tuple[dict[str, Any], bytes]:
             f"such as a notebook. To continue the run: AsyncGRPO({name}, resume=True, run_dir=…).train() there. For "
             "runs that the command line can continue, put the function into a file."
         ) from error
-    found: dict[str, Any] = json.loads(head)
-    return found, body
+    return json.loads(head), body
