@@ -135,8 +135,7 @@ def _run(argv: list[str]) -> int:
     if not argv or argv[0] not in {*COMMANDS, *HIDDEN}:
         return _top_level(argv)
     command = command_module(argv[0])
-    args = _parsed(command.build_parser(), argv[1:])
-    code = int(command.run(args))
+    code = int(command.run(_parsed(command.build_parser(), argv[1:])))
     sys.stdout.flush()
     return code
 

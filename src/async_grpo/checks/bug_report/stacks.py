@@ -55,8 +55,7 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
                 yield RunProcess(path.stem, pid, partial(_has_open, pid, path), path)
                 break  # its forked children have the file open as well
     for worker in live_workers(run.root):
-        lock = worker_lock(run.root, worker.id)
-        yield _holder(worker.name, worker.pid, lock, run.stacks(worker.name))
+        yield _holder(worker.name, worker.pid, worker_lock(run.root, worker.id), run.stacks(worker.name))
 
 
 def _holder(name: str, pid: int, lock: KernelLock, stacks: Path) -> RunProcess:

@@ -95,8 +95,7 @@ def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None
         *("--steps", str(STEPS), "--seed", str(options.seed)),
     ]
     said, facts = scratch / "output.txt", scratch / FACTS
-    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
-    process = start_logged(command, env, said)
+    process = start_logged(command, {**os.environ, "PYTHONPATH": path_to_us(os.environ)}, said)
     deadline, told = time.monotonic() + DEADLINE_S, False
     try:
         while process.poll() is None and time.monotonic() < deadline:

@@ -90,8 +90,7 @@ def _architecture(config: Any) -> Callable[[Any], Any]:
     import transformers
 
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    made: Callable[[Any], Any] = named._from_config if named else transformers.AutoModelForCausalLM.from_config
-    return made
+    return named._from_config if named else transformers.AutoModelForCausalLM.from_config
 
 
 def _made(config: Any, architecture: Callable[[Any], Any]) -> Any:

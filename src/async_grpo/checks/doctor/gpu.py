@@ -175,8 +175,7 @@ def _measure(writer: str, reader: str, way: str) -> dict[str, Any]:
     """Ask two processes, each of which sees its own GPU alone, as a server and a worker do."""
     seen = ["cuda:0" if device.startswith("cuda") else device for device in (writer, reader)]
     question = {"way": way, "writer": seen[0], "reader": seen[1], "reader_sees": _sees(reader)}
-    found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env={**os.environ, **_sees(writer)})
-    return found
+    return probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env={**os.environ, **_sees(writer)})
 
 
 def _sees(device: str) -> dict[str, str]:
@@ -308,8 +307,7 @@ def _export(writer: str, reader: str, reader_sees: dict[str, str], way: Any) -> 
         with WeightExporter.from_tensors({"weights": _pattern(writer)}, handle, way=way) as exporter:
             exporter.publish(1)
             question = {"handle": str(handle), "reader": reader, "exporter": os.getpid()}
-            env = {**os.environ, **reader_sees}
-            measured = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S / 2, env=env)
+            measured = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S / 2, env={**os.environ, **reader_sees})
             return {**measured, "memory": json.loads(handle.read_text())["memory"]["kind"]}
 
 

@@ -39,8 +39,7 @@ def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -
     training = plan.training
     require_memory(plan.num_workers)
     fate, folder = preview(root, resume=training.resume, overwrite=plan.launch.overwrite)
-    question = Question(plan=plan, run_dir=root)
-    facts = _look(question)
+    facts = _look(Question(plan=plan, run_dir=root))
     _print(
         *_trainer_rows(plan.config, facts),
         ("run directory", _fate(root, fate, folder)),

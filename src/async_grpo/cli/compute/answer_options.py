@@ -56,9 +56,10 @@ def planned(args: argparse.Namespace, models: Sequence[str], **more: Any) -> Run
     """The plan of a run whose workers answer with these models, one after the other.
 
     Raises:
-        UsageError: a model cannot be found, or there are no workers.
+        UsageError: a model cannot be found, or there are no workers: those of this machine are all there are.
     """
-    _refuse_no_workers(args)
+    if args.num_workers == 0:
+        raise UsageError("--num-workers 0 leaves nobody to answer. Give it a number of at least 1.")
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     return options.planned(
         args,
@@ -96,12 +97,6 @@ def _refuse_training_run(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
         )
-
-
-def _refuse_no_workers(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for zero workers: an evaluation, and a generation, have those of this machine only."""
-    if args.num_workers == 0:
-        raise UsageError("--num-workers 0 leaves nobody to answer. Give it a number of at least 1.")
 
 
 def _absolute(model: str) -> str:

@@ -55,8 +55,7 @@ def build_parser() -> Parser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
     options.add_settings(parser, LaunchSettings, *options.PROCESSES)
     parser.add_argument("--workers", dest="num_workers", type=positive, metavar="N", help="the same as --num-workers")
-    kept = (*_SAMPLED_WITH, "set", "max_attempts", "stall_warning")
-    options.add_settings(parser, TrainingSettings, *kept)
+    options.add_settings(parser, TrainingSettings, *_SAMPLED_WITH, "set", "max_attempts", "stall_warning")
     parser.add_argument(
         "--eval-eta",
         type=etas,
@@ -73,19 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
     args, begun = answer_options.checked(args, _SAMPLED_WITH)
     options.gathered(TrainingSettings, args).evaluated_ks()
-    _check_json(args.json)
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):  # now, not after it
+        raise UsageError(f"--json {args.json} cannot be written: give a file in a folder that exists.")
     if begun is not None:
         answer_options.refuse_other_values(args, begun)
     models = (args.model, *([args.against] if args.against else []))
     plan = answer_options.planned(args, models, etas=args.eval_eta or (() if begun is None else begun.plan.etas))
-    code = launch(args.run_dir.absolute(), plan)
-    return code or _tell(args, ways=len(plan.etas) or 1)
-
-
-def _check_json(file: Path | None) -> None:
-    """Before the evaluation, not after it."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise UsageError(f"--json {file} cannot be written: give a file in a folder that exists.")
+    return launch(args.run_dir.absolute(), plan) or _tell(args, ways=len(plan.etas) or 1)
 
 
 def _tell(args: argparse.Namespace, ways: int) -> int:

@@ -62,8 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{counted(outcome.steps, 'step')} replayed. The last: {', '.join(outcome.last_step)}")
     print(f"weights: {outcome.output_dir}, SHA-256 {outcome.digest}")
     if outcome.compared is not None:
-        verdict = "equal to" if outcome.same_as else "different from"
-        print(f"{verdict} {outcome.compared}")
+        print("equal to" if outcome.same_as else "different from", outcome.compared)
     if told := kept_of(args.run_dir, outcome.sampled_by):
         print(told)
     return 0

@@ -69,8 +69,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None and args.config is None:
         raise UsageError("--gpu-memory is for the model of a setup file: add --config FILE.")
     config = None if args.config is None else setup_file(args.config).absolute()
-    launch = options.gathered(LaunchSettings, args)
-    machine = machine_of(RunPlan(config=Path(), launch=launch))
+    machine = machine_of(RunPlan(config=Path(), launch=options.gathered(LaunchSettings, args)))
     if config is not None:
         print(
             f"The checks of {args.config} come last: its get_trainer() may take a while to load the model.",
