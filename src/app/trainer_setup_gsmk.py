@@ -178,7 +178,8 @@ def load_model():
         return *load_with_unsloth(name), None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=preferred_dtype())
+        dtype = torch.bfloat16 if can_use_bf16() else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except OSError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"No model could be loaded from {name!r} (set by MODEL_PATH): {reason}") from error
@@ -217,10 +218,6 @@ def check_model_path(name: str) -> None:
             f"MODEL_PATH is {name!r}, but {problem}. Set it to a directory with a model, "
             f"or a model on the Hugging Face hub such as {DEFAULT_MODEL}."
         )
-
-
-def preferred_dtype() -> torch.dtype:
-    return torch.bfloat16 if can_use_bf16() else torch.float32
 
 
 def can_use_bf16() -> bool:

@@ -99,5 +99,4 @@ def _scores(model: Any, texts: Sequence[Sequence[int]]) -> list[float]:
     mask_BT = (torch.arange(longest, device=model.device) < lengths_B[:, None]).long()
     hidden_BTH = model.base_model(ids_BT, attention_mask=mask_BT).last_hidden_state
     last_BH = hidden_BTH[torch.arange(len(texts), device=model.device), lengths_B - 1]
-    scores: list[float] = model.score(last_BH)[:, 0].float().tolist()
-    return scores
+    return model.score(last_BH)[:, 0].float().tolist()

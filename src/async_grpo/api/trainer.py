@@ -104,8 +104,7 @@ class AsyncGRPO:
         before = RunDir(self.run_dir).read_state()
         command = ["train", str(self.setup_file), "--distributed", f"--run-dir={self.run_dir}", *self._flags]
         child = CommandChild(command, self._payload, only_errors=self._has_panel)
-        panel = Panel(self.run_dir) if self._has_panel else None
-        handle = Handle(self.run_dir, child, panel=panel)
+        handle = Handle(self.run_dir, child, panel=Panel(self.run_dir) if self._has_panel else None)
         try:
             self._await_beginning(child, before.run_id if before else "")
         except BaseException:

@@ -138,6 +138,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
     taken_back = _taken_back(history, found.processes)
     groups = _groups(found, uses)
     trimmed, vanished = _without_file(found, uses, finished=state.state == runs.FINISHED)
+    dropped = {seq for process in found.processes[-1:] for seq, _ in process.dropped}
     anomalies = [
         *found.unusable,
         *_unrecorded(found, state),
@@ -148,7 +149,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
         *_wrong_turns(found),
         *_lost(groups),
         *_too_wide_gaps(found, uses),
-        *_dropped_and_used(found.processes[-1:], uses),
+        *(f"Group {seq} was dropped, but step {uses[seq][0].step} used it." for seq in sorted(dropped & uses.keys())),
         *_against_checkpoints(found, history, groups),
         *(f"quarantine/{name} has no reason file." for name in found.without_reason),
     ]
@@ -321,11 +322,6 @@ def _lost(groups: list[Group]) -> Iterator[str]:
     for group in groups:
         if group.state == LOST:
             yield f"Group {group.seq} is lost: it was issued, and is neither used, nor open, nor set aside."
-
-
-def _dropped_and_used(last: list[ServerProcess], uses: dict[int, list[Use]]) -> Iterator[str]:
-    for seq in sorted({seq for process in last for seq, _ in process.dropped} & uses.keys()):
-        yield f"Group {seq} was dropped, but step {uses[seq][0].step} used it."
 
 
 def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group]) -> Iterator[str]:

@@ -154,8 +154,7 @@ class Credit:
         if not len(known):
             return np.zeros_like(rewards)
         spread = float(known.std(ddof=1)) if len(known) > 1 else 0.0
-        compared: Floats = (rewards - known.mean()) / (spread + EPSILON if self.scaled else 1.0)
-        return compared
+        return (rewards - known.mean()) / (spread + EPSILON if self.scaled else 1.0)
 
 
 def per_token(mask: Sequence[int], of_turns: Sequence[float]) -> Floats:

@@ -231,18 +231,15 @@ class PPOTrainer(RarelyTimed, TurnGRPOTrainer, Algorithm):
         with self.critic.accumulating(last=is_last):
             values = self.critic.values(batch)
             losses, clipped = value_losses(values, batch["values"], batch["returns"], clip=self.args.cliprange_value)
-            loss = (losses * mask).sum() / self._tokens_of_step(batch)
+            of_process = batch["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes  # as TRL's `dapo`
+            of_step = of_process * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+            loss = (losses * mask).sum() / of_step
             self.accelerator.backward(loss)
         tokens = batch["prompt_mask"].sum() + batch["completion_mask"].sum()
         self._sums += torch.stack([loss.detach(), (clipped * mask).sum(), mask.sum(), tokens]).double().cpu()
         if is_last:
             self._metrics["train"]["critic/grad_norm"].append(self.critic.step())
             self._metrics["train"]["critic/lr"].append(self.critic.optimizer.param_groups[0]["lr"])
-
-    def _tokens_of_step(self, batch: dict[str, Any]) -> Tensor:
-        """Tokens of one optimizer step a process, as TRL's `dapo` counts them."""
-        of_process = batch["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        return of_process * self.current_gradient_accumulation_steps / self.args.steps_per_generation
 
     def _log_step(self) -> None:
         """Log what was added up over the micro-batches of an optimizer step."""

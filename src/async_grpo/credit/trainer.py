@@ -147,8 +147,7 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
         if not self.model.training:
             return output
         turns = gather_object(self.turn_rewards(masks) if self._served_turns is None else self._served_turns)
-        all_masks = gather_object(masks)
-        advantages = self.token_advantages(output, turns, all_masks)
+        advantages = self.token_advantages(output, turns, gather_object(masks))
         output["advantages"] = advantages.to(output["advantages"]) * output["completion_mask"]
         return output
 

@@ -88,8 +88,7 @@ class ChainWriter:
         if before is not None and version <= before:
             raise DeltaChainError(f"Version {version} cannot follow version {before} in {self.folder}.")
         old = self._weights if self._since_full + 1 < FULL_EVERY else None
-        base = None if self._last is None else self._last.result
-        delta = encode(old, weights, base=base)
+        delta = encode(old, weights, base=None if self._last is None else self._last.result)
         header = replace(delta.header, chain=self.about.chain, version=version, before=before)
         path = self.folder / file_name(header)
         try:

@@ -114,8 +114,7 @@ def openenv_environment(base_url: str, *, message_timeout_s: float = 60.0) -> ty
 def _action_schema(base_url: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{base_url.rstrip('/')}/schema", timeout=REQUEST_S) as answer:
-            schema: dict[str, Any] = json.load(answer)["action"]
-            return schema
+            return json.load(answer)["action"]
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"No OpenEnv server answers at {base_url} ({type(error).__name__}: {error}). Start it before the run, and "

@@ -66,8 +66,7 @@ class SearchEnv:
             raise ValueError("the query is empty")
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_RESULTS:
             raise ValueError(f"k must be a whole number from 1 to {MOST_RESULTS}")
-        found = _passages(self.index).search(query, k)
-        return "\n".join(found) or "Nothing was found."
+        return "\n".join(_passages(self.index).search(query, k)) or "Nothing was found."
 
     def calculate(self, expression: str) -> str:
         """Calculate with numbers.
@@ -100,8 +99,7 @@ def calculated(expression: str) -> float | int:
     if not isinstance(expression, str):
         raise ValueError(f"{expression!r} cannot be calculated: it is no text")
     try:
-        value: float | int = _value(ast.parse(expression.strip(), mode="eval").body)
-        return value
+        return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression[:100]!r} cannot be calculated: {error}") from error
 

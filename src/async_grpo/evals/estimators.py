@@ -77,7 +77,8 @@ def values_of(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, list[
         "reward_mean": lambda answers: fmean(answers.rewards),
     }
     if all(answers.divergences is not None for answers in problems):
-        figures |= {"avg_kl": lambda answers: fmean(answers.divergences or ()), "avg_kl_per_token": _kl_per_token}
+        figures["avg_kl"] = lambda answers: fmean(answers.divergences or ())
+        figures["avg_kl_per_token"] = lambda answers: sum(answers.divergences or ()) / sum(answers.lengths)
     for k in sorted(set(ks)):
         figures |= _at(k, vote=all(answers.finals is not None for answers in problems))
     return {name: [figure(one) for one in problems] for name, figure in figures.items()}
@@ -93,10 +94,6 @@ def _at(k: int, *, vote: bool) -> dict[str, Callable[[Answers], float]]:
     if vote:
         figures[f"maj@{k}"] = lambda answers: majority_at_k(answers, k)
     return figures
-
-
-def _kl_per_token(answers: Answers) -> float:
-    return sum(answers.divergences or ()) / sum(answers.lengths)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -164,11 +164,9 @@ class _Gate:
         """As for a worker: where the launcher is killed, the server of a deterministic run still needs its nodes."""
         if self._run.has_ended():
             return True
-        needed = self._is_orphan() and self._state.plan.training.deterministic and server_alive(self._run.root)
+        is_orphan = os.getppid() != self._launched_by
+        needed = is_orphan and self._state.plan.training.deterministic and server_alive(self._run.root)
         return self._stop.requested and not needed
-
-    def _is_orphan(self) -> bool:
-        return os.getppid() != self._launched_by
 
     def _wait_for_machines(self) -> list[Machine]:
         """As many as were asked for. `UsageError` says what is there instead."""

@@ -246,8 +246,7 @@ class FarNodeSeat:
 
     def _new_states(self) -> bytes:
         """Whole lines of `trainer_states.jsonl` that the node does not have yet."""
-        lines = islice(self._states.new_lines(), MOST_STATES)
-        return "".join(f"{line}\n" for line in lines).encode()
+        return "".join(f"{line}\n" for line in islice(self._states.new_lines(), MOST_STATES)).encode()
 
     # Weights, in a thread of their own: a long transfer is no silence
 

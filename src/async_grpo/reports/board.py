@@ -222,8 +222,7 @@ class EventFiles:
     def histogram(self, folder: str, tag: str, values: NDArray[Any], step: int, at: float) -> None:
         finite = values[np.isfinite(values)].astype(float)
         if len(finite):
-            summary = histogram_pb(tag, finite)
-            self._add(folder, Event(step=step, wall_time=at, summary=summary))
+            self._add(folder, Event(step=step, wall_time=at, summary=histogram_pb(tag, finite)))
 
     def text(self, folder: str, tag: str, markdown: str, step: int, at: float) -> None:
         if markdown:

@@ -134,8 +134,7 @@ def _evaluated(groups: FinishedGroups, version: int | None, job: int | None) -> 
 def _pick(everything: Iterator[Rollout], order: str, limit: int | None) -> Selection:
     if order == NEWEST:
         picked = list(islice(everything, limit))
-        more = next(everything, None) is not None
-        return Selection(rollouts=picked, completions=len(picked), more=more)
+        return Selection(rollouts=picked, completions=len(picked), more=next(everything, None) is not None)
     counter = count()  # of the completions that are looked through
     picked = _extreme((rollout for rollout, _ in zip(everything, counter)), order, limit)
     return Selection(rollouts=picked, completions=next(counter), more=False)

@@ -226,8 +226,7 @@ def model_digest(model: Any) -> str:
 def _adapter(folder: str) -> dict[str, Any]:
     from peft import load_peft_weights
 
-    found: dict[str, Any] = load_peft_weights(folder, device="cpu")
-    return found
+    return load_peft_weights(folder, device="cpu")
 
 
 def _whole_model(model: Any, source: str) -> dict[str, Any]:

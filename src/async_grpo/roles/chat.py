@@ -181,7 +181,9 @@ def load(checkpoint: Path, device: str) -> tuple[Any, Any]:
         base = _base_of(checkpoint) if is_adapter else str(checkpoint)
         has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(str(checkpoint) if has_tokenizer else base)
-        model: Any = _model_class(base).from_pretrained(base, dtype="auto")
+        # The class that it was saved as: a model of images and text is not a causal language model.
+        names = AutoConfig.from_pretrained(base).architectures or [""]
+        model: Any = getattr(transformers, names[0], AutoModelForCausalLM).from_pretrained(base, dtype="auto")
         if is_adapter:
             from peft import PeftModel
 
@@ -202,12 +204,6 @@ def _base_of(adapter: Path) -> str:
             f"base with save_pretrained, and write its folder as base_model_name_or_path into {adapter / ADAPTER}."
         )
     return str(base)
-
-
-def _model_class(base: str) -> Any:
-    """The class that the model was saved as: one of images and text is not a causal language model."""
-    names = AutoConfig.from_pretrained(base).architectures or [""]
-    return getattr(transformers, names[0], AutoModelForCausalLM)
 
 
 def talk(dialogue: ChatDialogue) -> None:

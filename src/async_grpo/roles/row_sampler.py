@@ -73,8 +73,7 @@ def _plan_of(trainer: GRPOTrainer, problems: int, samples: int | None) -> Plan:
         return _samples(problems, samples or trainer.num_generations)
     if samples is not None:
         raise UsageError("The setup file has a generation_plan, which says what is sampled. Leave --samples out.")
-    plan: Plan = own(problems)
-    return plan
+    return own(problems)
 
 
 def _samples(problems: int, samples: int) -> Plan:

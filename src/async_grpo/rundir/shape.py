@@ -41,8 +41,7 @@ def shaped(kind: type[_Shape], value: object, name: str = "it") -> _Shape:
     `kind` may be made of dataclasses, named tuples, lists, tuples, dictionaries with text keys, unions, literals, text,
     paths, booleans, integers of 64 bits, finite numbers, None, and Any.
     """
-    fitted: _Shape = _fit(kind, value, name)
-    return fitted
+    return _fit(kind, value, name)
 
 
 def shaped_lines(kind: type[_Shape], path: Path) -> Iterator[_Shape]:

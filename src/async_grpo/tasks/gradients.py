@@ -56,8 +56,7 @@ def not_sums(trainer: Any) -> dict[str, bool]:
 
 def dealt(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of these micro-batches, with as many of each task in each of them as possible."""
-    tasks = torch.cat([batch[TASK] for batch in batches])
-    order = torch.argsort(tasks, stable=True)
+    order = torch.argsort(torch.cat([batch[TASK] for batch in batches]), stable=True)
     whole = joined(batches)
     return [rows_of(whole, order[start :: len(batches)]) for start in range(len(batches))]
 

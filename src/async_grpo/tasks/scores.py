@@ -46,8 +46,7 @@ def judged(
     if not completions:
         return []
     model = _asked("/v1/models")["data"][0]["id"]
-    questions = prompts or [""] * len(completions)
-    rows = zip(questions, completions, ground_truth, strict=True)
+    rows = zip(prompts or [""] * len(completions), completions, ground_truth, strict=True)
     return [_verdict(model, text_of(question), text_of(one), right) for question, one, right in rows]
 
 

@@ -277,8 +277,7 @@ activity = Activity()
 
 def read_count(path: Path) -> bytes | None:
     """The counter; None if there is no file. Only changes of it mean anything."""
-    data = _read(path, COUNT_BYTES)
-    return data or None
+    return _read(path, COUNT_BYTES) or None
 
 
 def read_activity(path: Path) -> ActivityRecord | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.runner.config import checked
     from async_grpo_experiments.runner.config_files import changed, composed, config_of, folder_of_conf, write_conf
 
-    _refuse_launchers()
+    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
+        raise UsageError("torchrun started this: the runner starts the processes. Start it without torchrun.")
     keys = [key for key in args.keys or [] if not key.startswith(RESUME)]
     begun = [Path(key.removeprefix(RESUME)) for key in args.keys or [] if key.startswith(RESUME)]
     _refuse_unread(args, begun)
@@ -87,13 +89,6 @@ def _refuse_unread(args: argparse.Namespace, begun: Sequence[Path]) -> None:
         raise UsageError("One experiment is continued: give resume_from=DIR once, or --retry JOB DIR.")
     if begun and "outputs" in args.given:
         raise UsageError("--outputs: a resumed experiment stays in its folder. Leave it out.")
-
-
-def _refuse_launchers() -> None:
-    import os
-
-    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        raise UsageError("torchrun started this: the runner starts the processes. Start it without torchrun.")
 
 
 def _show(root: Path) -> int:

@@ -160,8 +160,7 @@ class GuidanceProcessor(LogitsProcessor):
         self._pad_token_id, self._is_greedy = pad_token_id, is_greedy
         self._mask_bP = attention_mask
         self._levels = head.record.levels.to(head.scores.weight.device, torch.float32)
-        cached = guidance.use_cache and _attends_to_all(head.backbone)
-        self._cache = DynamicCache() if cached else None
+        self._cache = DynamicCache() if guidance.use_cache and _attends_to_all(head.backbone) else None
         self._cached_bL: Tensor | None = None  # tokens whose keys and values are in the cache
 
     def __call__(self, input_ids_bL: Tensor, scores_bV: Tensor) -> Tensor:

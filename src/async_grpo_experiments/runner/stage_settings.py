@@ -44,8 +44,7 @@ def problems_of(config: ExperimentConfig, dataset: str, *, evaluated: bool = Fal
     most = config.evaluation.max_examples if evaluated else config.data_collection.max_examples
     made = keys.made | (keys.evaluated if evaluated else {})
     chat = config.generation.use_chat_template
-    name = keys.source or dataset
-    problems = load(name, path=keys.path, split=split, max_examples=most, chat=chat, **made)
+    problems = load(keys.source or dataset, path=keys.path, split=split, max_examples=most, chat=chat, **made)
     return problems if keys.reward_model is None else ProblemSet(problems.rows, None, verified=False)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.evals.estimators import Range, mean_with_interval, range_of
 from async_grpo.formatting import counted
@@ -187,8 +187,7 @@ def _write_events(root: Path, agreement: Agreement, picture: bytes) -> None:
     files, at = EventFiles(root), time.time()
     with space_for(root):
         for tag, row in _tagged(agreement):
-            bounds: dict[str, Any] = {"mean": row.mean, "low": row.low, "high": row.high}
-            for folder, value in bounds.items():
+            for folder, value in (("mean", row.mean), ("low", row.low), ("high", row.high)):
                 if value is not None:
                     files.scalar(folder, tag, value, row.step, at)
         files.image("mean", "agreement", picture, 0, at)
