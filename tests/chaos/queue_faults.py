@@ -123,8 +123,7 @@ def any_order(options: Any) -> dict[str, Any]:
         database=None,
         phases=(Phase.generate,),
     )
-    machine = seed(options.seed)(QueueMachine)
-    run_state_machine_as_test(machine, settings=machine_settings)
+    run_state_machine_as_test(seed(options.seed)(QueueMachine), settings=machine_settings)
     return {"examples": options.examples}
 
 

@@ -92,8 +92,7 @@ class Annealed(GRPOTrainer):
 
 def test_an_override_of_the_server_decides_on_its_own_batch(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path, trainer_class=Annealed, max_steps=2)).train()
-    sent = [batch[0].job.sampling for batch in run.batches]
-    assert sent == [{"top_k": 3}, {"temperature": 2.0, "top_k": 3}]
+    assert [batch[0].job.sampling for batch in run.batches] == [{"top_k": 3}, {"temperature": 2.0, "top_k": 3}]
 
 
 def watched(trainer: Any, change: Callable[[Any], None], *, engine: Any = HF, stale: int = 0) -> Any:

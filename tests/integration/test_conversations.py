@@ -211,8 +211,7 @@ def test_dialogues_by_tags_are_as_in_plain_trl(tmp_path: Path) -> None:
     assert "not a number" in results[1][1]
     assert "Tool absent not found." in results[1][2]
     assert results[2:] == [["6"], []], "one call a message"
-    failed = sum(group.metrics["tools/failure_frequency"][0] * 2 for group in groups)
-    assert failed > 0
+    assert sum(group.metrics["tools/failure_frequency"][0] * 2 for group in groups) > 0
 
 
 def test_a_message_that_a_tag_ended_is_ended_as_the_template_does_and_not_trained_on(tmp_path: Path) -> None:

@@ -94,8 +94,7 @@ def dialogues(tmp_path: Path, **changes: Any) -> Any:
 def test_dialogues_are_as_in_plain_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several turns, several calls in a message, async ones, failing ones, a result too long, and the limit."""
     get_trainer = dialogues(tmp_path)
-    script = ScriptedEngine(ScriptedGenerator(reply))
-    worker = InProcessWorker(get_trainer(), script)
+    worker = InProcessWorker(get_trainer(), ScriptedEngine(ScriptedGenerator(reply)))
     rows = list(chat_rows(4))
     with monkeypatch.context() as patched:
         read = Mock(wraps=grpo_trainer.parse_response)
@@ -153,8 +152,7 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
 
 
 def test_the_model_reads_what_a_tool_wrote_and_the_loss_does_not(tmp_path: Path) -> None:
-    get_trainer = dialogues(tmp_path)
-    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(reply))).train()
+    run = InProcessRun(dialogues(tmp_path), engine=ScriptedEngine(ScriptedGenerator(reply))).train()
     trainer, inputs = run.trainer, run.inputs[0]
     row = next(index for index, mask in enumerate(inputs["tool_mask"]) if not bool(mask.all()))
     tool_tokens = inputs["completion_mask"][row].bool() & ~inputs["tool_mask"][row].bool()

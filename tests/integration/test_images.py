@@ -161,8 +161,7 @@ def galleries(output_dir: Path, **given: Any) -> Callable[..., GRPOTrainer]:
 
 
 def test_an_image_from_reset_is_sampled_from_and_trained_on(tmp_path: Path) -> None:
-    get_trainer = galleries(tmp_path, max_completion_length=8)
-    run = trained_as_by_trl(get_trainer)
+    run = trained_as_by_trl(galleries(tmp_path, max_completion_length=8))
     assert max(entry["async/logprob_mismatch"] for entry in run.logs) < 1e-5
     assert len(run.inputs[0]["num_images"]) == 8
     assert set(run.inputs[0]["num_images"]) == {1}
@@ -176,8 +175,7 @@ def looks(prompt: str, index: int) -> str:
 
 def test_images_of_tool_results(tmp_path: Path) -> None:
     get_trainer = galleries(tmp_path)
-    engine = ScriptedEngine(ScriptedGenerator(looks))
-    run = InProcessRun(get_trainer, engine=engine, correction="none").train()
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(looks)), correction="none").train()
     plain = get_trainer(trainer_class=writing(looks))
     plain.train()
     largest_difference(run.logs, training_logs(plain))

@@ -43,8 +43,7 @@ def two_turns(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:
 
 @engines
 def test_turns_of_an_agent_are_one_completion(engine_of: Any, tmp_path: Path) -> None:
-    worker = agent_worker(tmp_path, two_turns, engine_of, numbers_its_turns)
-    [group] = worker.generate(jobs_of(chat_rows(1)))
+    [group] = agent_worker(tmp_path, two_turns, engine_of, numbers_its_turns).generate(jobs_of(chat_rows(1)))
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
     between = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
     for tokens, messages in zip(group.tokens, group.completions, strict=True):
@@ -335,8 +334,7 @@ def test_an_agent_that_hangs_is_given_up(is_async: bool, hung: threading.Event, 
         await asyncio.sleep(DEADLINE_S)
 
     worker = streaming(tmp_path, hangs_too if is_async else hangs)
-    turns: Any = worker.calls
-    turns._harness._timeout_s = 0.05
+    worker.calls._harness._timeout_s = 0.05
     group = one(worker)
     assert all("did not return within 0.05 s (--tool-timeout)" in row["agent_error"] for row in group.rows)
     over.set()
@@ -350,8 +348,7 @@ def test_too_many_agents_that_hang_end_the_worker(hung: threading.Event, tmp_pat
         over.wait(DEADLINE_S)
 
     worker = streaming(tmp_path, hangs)
-    turns: Any = worker.calls
-    turns._harness._timeout_s = 0.05
+    worker.calls._harness._timeout_s = 0.05
     with pytest.raises(GeneratorError, match="calls of the agent still run"):
         worker.ended(1, jobs_of(chat_rows(1), group_size=MOST_LEFT_BEHIND + 1))
         worker.calls.step()

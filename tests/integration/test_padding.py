@@ -117,8 +117,7 @@ def test_the_passes_of_old_and_reference_policies_have_no_more_tokens_than_trls(
 
 def answered_rows(trainer: Any, **asked: Any) -> torch.Tensor:
     ids, mask, keep = rows(24)
-    logprobs: torch.Tensor = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, keep, **asked)[0]
-    return logprobs
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, keep, **asked)[0]
 
 
 # --- Whole trainings: more are in `differential_rows`
@@ -206,8 +205,7 @@ def marked(sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def test_rows_stay_in_their_optimizer_step_with_all_that_is_theirs() -> None:
-    batches = marked([(1, 9), (8, 2), (3, 7), (6, 4)])
-    dealt = dealt_by_length(batches, 2)
+    dealt = dealt_by_length(marked([(1, 9), (8, 2), (3, 7), (6, 4)]), 2)
     numbers = [batch["completion_ids"][:, 0].tolist() for batch in dealt]
     assert numbers == [[1, 2], [3, 0], [5, 6], [7, 4]]
     for batch in dealt:

@@ -121,8 +121,7 @@ def test_a_critic_begins_as_the_policy_with_a_head_of_the_seed(tmp_path: Path) -
     assert equal_weights(one.base_model, policy.base_model)
     assert one.config.attention_dropout == one.dropout.p == 0.0 and policy.config.attention_dropout == 0.3
     policy.save_pretrained(tmp_path)
-    loaded = critics.made_for(policy, str(tmp_path), None, seed=1)
-    assert equal_weights(loaded.base_model, policy.base_model)
+    assert equal_weights(critics.made_for(policy, str(tmp_path), None, seed=1).base_model, policy.base_model)
     assert critics.parameters_of(policy, None, None, None) == sum(it.numel() for it in one.parameters())
 
 
@@ -152,8 +151,7 @@ def test_turns_of_a_dialogue(tmp_path: Path) -> None:
         mask_truncated_completions=True,
         critic_learning_rate=1e-9,
     )
-    engine = ScriptedEngine(Script(reply))
-    run = InProcessRun(get_trainer, engine=engine).train()
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(Script(reply))).train()
     batch = run.inputs[0]
     written = (batch["completion_mask"] * batch["tool_mask"]).bool()
     assert torch.equal(batch["value_mask"].bool(), written)

@@ -64,8 +64,7 @@ def test_another_model_is_refused_in_one_sentence(tmp_path: Path, begun: RunStat
 
 
 def test_data_in_another_order_are_said(tmp_path: Path, begun: RunState, warnings: list[str]) -> None:
-    turned = Dataset.from_list(plain_rows().to_list()[::-1])
-    trainer = build_trainer(tmp_path / "outputs", train_dataset=turned)
+    trainer = build_trainer(tmp_path / "outputs", train_dataset=Dataset.from_list(plain_rows().to_list()[::-1]))
     assert resume(trainer, RunDir(tmp_path / "worker"), begun) is not None
     assert len(warnings) == 1 and "not what they were, or not in the same order: 14 rows" in warnings[0]
 

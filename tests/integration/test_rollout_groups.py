@@ -109,8 +109,7 @@ def test_a_completion_begins_with_the_tokens_of_its_job(chat_template: str | Non
         assert tokens.mask[:4] == [0, 0, 0, 1] and tokens.logprobs[:3] == [0.0] * 3 and tokens.logprobs[3] < 0
         text = completion if isinstance(completion, str) else completion[0]["content"]
         assert text == worker.trl.trainer.processing_class.decode(tokens.ids, skip_special_tokens=True)
-    scores = worker.trl.score([group])[0]
-    record = to_record(group, scores, attempt=0, worker="dev1", timings=Timings())
+    record = to_record(group, worker.trl.score([group])[0], attempt=0, worker="dev1", timings=Timings())
     assert record.tool_mask is not None and record.tool_mask.tolist() == [*group.tokens[0].mask, *group.tokens[1].mask]
 
 
@@ -131,8 +130,7 @@ def test_a_prompt_that_a_method_changes_stays_the_datasets(tmp_path: Path) -> No
             return super()._tokenize_prompts(prompts)
 
     trainer = build_trainer(tmp_path, trainer_class=Changing, chat_template=qwen3_chat_template)
-    jobs = jobs_of(chat_rows(), GROUP_SIZE)
-    groups = InProcessWorker(trainer).generate(jobs)
+    groups = InProcessWorker(trainer).generate(jobs_of(chat_rows(), GROUP_SIZE))
     assert groups[0].prompts[0][0]["content"] == chat_rows()[0]["prompt"][0]["content"]
 
 

@@ -35,8 +35,7 @@ def inputs_and_trainer(tmp_path: Path) -> Prepared:
     given = {"arguments": {"rollout_func": scripted_rollout}, "reward_funcs": lambda completions, score, **_: score}
     trainer: Any = build_trainer(tmp_path, **given, loss_type="grpo", epsilon=0.2)
     trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions(twice(plain_rows(4)))
-    return inputs, trainer
+    return trainer._generate_and_score_completions(twice(plain_rows(4))), trainer
 
 
 def test_keys_and_shapes_of_the_loss_inputs(inputs_and_trainer: Prepared, trainer: Any) -> None:

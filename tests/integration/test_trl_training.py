@@ -299,8 +299,7 @@ def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_
     fit(run.trainer, resume_from=None)
     best = Path(run.trainer.state.best_model_checkpoint)
     assert best == tmp_path / best.name and best.is_dir()
-    state = json.loads((best / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(best)
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
     assert (tmp_path / "checkpoint-30-backup").is_dir(), "transformers' own clearing up at the end deletes it"
     assert run.trainer.args.save_total_limit == 1
 

@@ -65,8 +65,7 @@ def turn_trainer(folder: Path, turn_reward_funcs: Any = (called, each_turn), cre
 
 
 def served(get_trainer: Any) -> InProcessRun:
-    engine = ScriptedEngine(Script(reply))
-    return InProcessRun(get_trainer, engine=engine).train()
+    return InProcessRun(get_trainer, engine=ScriptedEngine(Script(reply))).train()
 
 
 def test_a_run_gives_the_advantages_of_plain_trl(tmp_path: Path) -> None:
@@ -166,8 +165,7 @@ def test_turn_rewards_of_the_wrong_form_fail_their_group(given: Any, message: st
     def wrong(completions: list[Any], **_: Any) -> list[Any]:
         return [given for _ in completions]
 
-    engine = ScriptedEngine(Script(reply))
-    worker = InProcessWorker(turn_trainer(tmp_path, turn_reward_funcs=wrong)(), engine)
+    worker = InProcessWorker(turn_trainer(tmp_path, turn_reward_funcs=wrong)(), ScriptedEngine(Script(reply)))
     with pytest.raises(ValueError, match=f"'wrong' {message}"):
         worker.rollouts(jobs_of(chat_rows(1), group_size=4))
 
@@ -223,8 +221,7 @@ def test_which_groups_teach_nothing(tmp_path: Path) -> None:
 
     nothing = {"outcome": False, "merged": True, "turn": False}
     for credit, right in nothing.items():
-        get_trainer = turn_trainer(tmp_path, turn_reward_funcs=makes_up, credit=credit)
-        trainer = get_trainer()
+        trainer = turn_trainer(tmp_path, turn_reward_funcs=makes_up, credit=credit)()
         worker = InProcessWorker(trainer, ScriptedEngine(Script(reply)))
         (group,) = worker.rollouts(jobs_of(chat_rows(1), group_size=4))
         assert uniform_rewards(trainer)(group) == right, credit

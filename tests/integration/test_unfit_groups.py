@@ -99,8 +99,7 @@ NO_TEXT_OF_TRL = {  # plain TRL ends with an exception, or never comes to an end
 
 @pytest.mark.parametrize("trainer_with", [with_tool, with_environment])
 def test_what_a_tool_returns_is_what_trl_makes_of_it(trainer_with: Any, tmp_path: Path) -> None:
-    get_trainer = trainer_with(tmp_path, [*ODD.values()])
-    run, _ = run_as_scripted_trl_would(get_trainer, calls_odd)
+    run, _ = run_as_scripted_trl_would(trainer_with(tmp_path, [*ODD.values()]), calls_odd)
     assert [entry["tools/failure_frequency"] for entry in run.logs] == [0, 0]
     results = [completion[1]["content"] for group in run.groups for completion in group.completions]
     assert {*map(str, ODD.values())} == {*map(str, results)}
@@ -109,8 +108,7 @@ def test_what_a_tool_returns_is_what_trl_makes_of_it(trainer_with: Any, tmp_path
 @pytest.mark.parametrize("trainer_with", [with_tool, with_environment])
 def test_what_trl_does_not_survive_costs_a_group_at_most(trainer_with: Any, tmp_path: Path) -> None:
     values = [*NO_TEXT_OF_TRL.values()]
-    script = ScriptedGenerator(calls_odd)
-    worker = InProcessWorker(trainer_with(tmp_path, values)(), ScriptedEngine(script))
+    worker = InProcessWorker(trainer_with(tmp_path, values)(), ScriptedEngine(ScriptedGenerator(calls_odd)))
     groups: list[RolloutGroup] = []
     for job in jobs_of([{"prompt": [{"role": "user", "content": text}]} for text in TEXTS[:3]]):
         with suppress(Exception):  # of the group, which fails

@@ -213,8 +213,7 @@ def test_an_adapter_is_merged_on_the_way(server: FedServer, tmp_path: Path) -> N
         exporter.publish(1)
         engine = engine_of(tmp_path, arguments={"peft_config": lora})
         with open_remote_memory(exporter.path) as remote:
-            policy = engine.follow(remote)
-            assert policy.adopt() == 1
+            assert engine.follow(remote).adopt() == 1
             check(sample(engine, 1), model)
         engine.end()
 

@@ -65,8 +65,7 @@ def agent_trainer(tmp_path: Path, agent: Any, *, template: str | None = QWEN3_CH
 
 
 def agent_worker(tmp_path: Path, agent: Any, engine_of: Any, reply: Any, **changes: Any) -> InProcessWorker:
-    trainer = agent_trainer(tmp_path, agent, **changes)
-    return InProcessWorker(trainer, engine_of(ScriptedGenerator(reply)))
+    return InProcessWorker(agent_trainer(tmp_path, agent, **changes), engine_of(ScriptedGenerator(reply)))
 
 
 def numbers_its_turns(prompt: str, index: int) -> str:

@@ -159,8 +159,7 @@ class InProcessRun(TrainingEvents):
 
     def _generate(self) -> list[RolloutGroup]:
         jobs = [self._next_job() for _ in range(groups_per_round(self.trainer))]
-        groups = self._working.rollouts(jobs, self._version)
-        return [decode_group(encode_group(group)) for group in groups]
+        return [decode_group(encode_group(group)) for group in self._working.rollouts(jobs, self._version)]
 
     def _next_job(self) -> Job:
         self._seq += 1
@@ -198,5 +197,4 @@ def copy_weights(source: GRPOTrainer, target: GRPOTrainer) -> None:
 
 def training_logs(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     """The logged training steps, without evaluations and without the summary at the end."""
-    history = trainer.state.log_history
-    return [entry for entry in history if "loss" in entry and LAST_ENTRY not in entry]
+    return [entry for entry in trainer.state.log_history if "loss" in entry and LAST_ENTRY not in entry]

@@ -234,8 +234,7 @@ def test_a_later_round_trains_its_model_and_keeps_to_the_original_reference(
     later = save(tmp_path / "later", small_transformer(tokenizer, width=32, layers=1, seed=1), tokenizer)
     own = GRPOSettings(reference=of_grpo.reference, max_new_tokens=8, kl_coef=0.1)
     given = {"problems": sentiment_rows(8), "reward": REWARD, "output": str(tmp_path / "out")}
-    round_ = GRPORound(settings=own, model=later, **given)
-    write_json(tmp_path / "round.json", as_json(round_))
+    write_json(tmp_path / "round.json", as_json(GRPORound(settings=own, model=later, **given)))
     trainer = trainer_of(tmp_path / "round.json")
     name = "model.layers.0.mlp.up_proj.weight"
     policy, reference = (model.get_parameter(name) for model in (trainer.model, trainer.ref_model))

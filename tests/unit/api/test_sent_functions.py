@@ -165,8 +165,7 @@ class Touches:
 def test_a_module_that_the_process_cannot_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_the_session.py").write_text("VALUE = 3")
     monkeypatch.syspath_prepend(str(tmp_path))
-    build = defined("import of_the_session\ndef build(): return of_the_session.VALUE")
-    descriptor = in_memory(pickled(build))
+    descriptor = in_memory(pickled(defined("import of_the_session\ndef build(): return of_the_session.VALUE")))
     monkeypatch.setenv(VARIABLE, f"/proc/self/fd/{descriptor}")
     monkeypatch.delitem(sys.modules, "of_the_session")
     sys.path.remove(str(tmp_path))

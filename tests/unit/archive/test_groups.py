@@ -147,8 +147,7 @@ def test_another_run_in_the_same_folder_is_noticed(run: ArchivedRun) -> None:
 
 def test_advantages_follow_the_recorded_rule(run: ArchivedRun) -> None:
     run.run.hyperparameters.write_text(json.dumps({"reward_weights": [2.0, 4.0], "scale_rewards": "none"}))
-    groups = FinishedGroups(run.root)
-    selection = select(groups, limit=None, job=4)
+    selection = select(FinishedGroups(run.root), limit=None, job=4)
     assert [it.total for it in selection.rollouts] == [4.0, 2.0]
     assert [it.advantage for it in selection.rollouts] == [1.0, -1.0]
 

@@ -25,8 +25,7 @@ CONFIG = Path("my_trainer.py")
 
 def begun(root: Path, outputs: Path, **changes: object) -> RunState:
     """A run in `root` that has claimed `outputs`."""
-    state = prepare(root, planned(CONFIG))
-    output_dir.claim(outputs, state.run_id, root)
+    output_dir.claim(outputs, prepare(root, planned(CONFIG)).run_id, root)
     return RunDir(root).update_state(output_dir=str(outputs), **changes)
 
 

@@ -404,8 +404,7 @@ def test_a_trainer_with_nothing_to_complain_of() -> None:
 
 
 def test_a_batch_that_trl_refuses_comes_with_numbers_that_it_takes() -> None:
-    look = Look(error="ValueError", exit_code=2, batch=batch(8, group=3, passes=2))
-    [finding] = judged(look)
+    [finding] = judged(Look(error="ValueError", exit_code=2, batch=batch(8, group=3, passes=2)))
     assert finding.level is Level.ERROR
     assert finding.found.startswith("a generation batch of 16 completions")
     assert "num_generations=" in finding.fix and "per_device_train_batch_size=9" in finding.fix
@@ -434,8 +433,7 @@ def test_too_little_memory_for_the_model() -> None:
 
 
 def test_what_cannot_run_distributed_is_told_beside_the_rest() -> None:
-    look = Look(facts=facts(), error="use_vllm=True starts vLLM inside.", exit_code=2)
-    found = judged(look, gpus=1)
+    found = judged(Look(facts=facts(), error="use_vllm=True starts vLLM inside.", exit_code=2), gpus=1)
     assert only(found, "distributed").level is Level.ERROR
     assert only(found, "batch").level is Level.OK
 

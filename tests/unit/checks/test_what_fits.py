@@ -152,8 +152,7 @@ def test_the_table_of_7b_with_a_critic_is_what_a_dry_run_says(gpus: int, fits: b
     assert trainer_fit(of, 80 * GB).fits is fits
     assert f"{figures[-1] / GB:.1f} GB" in trainer_fit(of, 80 * GB).text
     if gpus == 4:
-        change = best_change(of)
-        assert change.text == "FSDP2 over 8 GPUs instead of 4"
+        assert best_change(of).text == "FSDP2 over 8 GPUs instead of 4"
 
 
 # --- 7 B on 40 GB

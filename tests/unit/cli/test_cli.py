@@ -92,8 +92,7 @@ def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[s
 
 
 def test_help_and_what_only_reads_import_nothing_heavy(tmp_path: Path) -> None:
-    run = three_steps(tmp_path, state="finished")
-    result = run_python("-c", LIGHT, str(run.root), cwd=tmp_path)
+    result = run_python("-c", LIGHT, str(three_steps(tmp_path, state="finished").root), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("imported: []\n")
 
@@ -160,8 +159,7 @@ def test_what_the_system_refuses_is_one_sentence(
 
 def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_trainer.py").write_text("def read(*_): open(__file__ + '/x')")
-    read = runpy.run_path(str(tmp_path / "my_trainer.py"))["read"]
-    monkeypatch.setattr(queue, "run", read)
+    monkeypatch.setattr(queue, "run", runpy.run_path(str(tmp_path / "my_trainer.py"))["read"])
     with pytest.raises(NotADirectoryError):
         main(["queue", ".", "ls"])
 

@@ -47,8 +47,7 @@ def server(root: Path) -> Iterator[ServerQueue]:
     worker.complete(claims[0], finished(claims[0].job))
     worker.complete(claims[1], finished(claims[1].job))
     worker.fail(claims[3], "Traceback\nValueError: no \x1b[31m reward")
-    entry = queue.finished()[0]
-    assert queue.take(entry) is not None
+    assert queue.take(queue.finished()[0]) is not None
     (root / "queue" / "0000000004.a00_pending.safetensors").write_bytes(b"nonsense")
     worker.claim(1)
     yield queue

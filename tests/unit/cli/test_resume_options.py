@@ -80,8 +80,7 @@ def test_a_command_line_is_parsed_once(launched: Launched, monkeypatch: pytest.M
 def test_the_printed_command_continues_the_run_as_it_was(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "program", lambda: "async-grpo")
     assert main(["train", "my trainer.py", *BEGUN, "--run-dir", "run dir"]) == 0
-    typed = shlex.split(summary.next_command(runs.STOPPED, RunDir(Path("run dir"))))
-    assert main(typed[1:]) == 0
+    assert main(shlex.split(summary.next_command(runs.STOPPED, RunDir(Path("run dir"))))[1:]) == 0
     assert same_but_resumed(*launched)
 
 
@@ -169,8 +168,7 @@ def test_a_trainer_of_several_processes_can_go_on_as_one(launched: Launched, tmp
 def test_a_finished_run_has_nothing_to_do(begun: Launched, command: Any, printed: Says) -> None:
     RunDir(Path("worker")).update_state(state=runs.FINISHED, step=30)
     before = Path("worker/run.json").read_bytes()
-    name = command.__name__.rpartition(".")[2]
-    assert "nothing to do: run" in printed(name, "--resume")
+    assert "nothing to do: run" in printed(command.__name__.rpartition(".")[2], "--resume")
     assert len(begun) == 1 and Path("worker/run.json").read_bytes() == before
     assert main(["train", "--resume", "--steps", "31"]) == 0
     assert begun[-1].training.steps == 31

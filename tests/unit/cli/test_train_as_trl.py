@@ -183,8 +183,7 @@ def test_a_run_that_goes_on_with_a_python_file_forgets_the_yaml_file(
     run = begun(launched[0])
     (folder / "mine.py").write_text("def get_trainer(): ...")
     assert main(["train", "mine.py", "--resume"]) == 0
-    state = prepare(run.root, launched[1].plan)
-    run.update_state(of=state.run_id, undo=None)  # a server has accepted it
+    run.update_state(of=prepare(run.root, launched[1].plan).run_id, undo=None)  # a server has accepted it
     (folder / "grpo.yaml").unlink()
     monkeypatch.setenv("OF_A_FILE", "")
     assert main(["train", "--resume"]) == 0

@@ -224,8 +224,7 @@ def test_unscaled_advantages_are_differences() -> None:
 
 @pytest.mark.parametrize("kind", CREDITS)
 def test_what_has_no_reward_has_no_advantage(kind: str) -> None:
-    group = [one(nan, [nan, nan]), one(1, [nan, nan]), one(0, [nan, nan])]
-    found = Credit(kind=kind).advantages(group)
+    found = Credit(kind=kind).advantages([one(nan, [nan, nan]), one(1, [nan, nan]), one(0, [nan, nan])])
     assert found[0].tolist() == [0, 0]
     assert found[1].tolist() == pytest.approx((-found[2]).tolist())
     assert (found[1] > 0.5).all()

@@ -239,8 +239,7 @@ def test_versions_that_were_left_out_are_spanned(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_whole_pieces_of_the_chain(tmp_path: Path) -> None:
-    folder = write_chain(tmp_path / "chain", 23, keep=6)
-    chain = Chain(folder)
+    chain = Chain(write_chain(tmp_path / "chain", 23, keep=6))
     assert chain.versions == list(range(12, 24))  # at 20, only the snapshot at 12 has six versions after it
     assert not chain.verify().problems
     assert all(equal(chain.rebuild(version), weights(version)) for version in chain.versions)

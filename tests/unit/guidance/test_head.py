@@ -149,5 +149,4 @@ def test_a_model_has_one_digest_in_bfloat16_and_float32() -> None:
 
 
 def test_tokens_without_a_score_count_as_the_worst_scored_one() -> None:
-    given = torch.tensor([[3.0, 1.0, -5.0, 2.0]])
-    assert centred(given).tolist() == [[8.0, 6.0, 0.0, 7.0]]
+    assert centred(torch.tensor([[3.0, 1.0, -5.0, 2.0]])).tolist() == [[8.0, 6.0, 0.0, 7.0]]

@@ -79,8 +79,7 @@ def test_contiguous_stride_is_torchs(shape):
 )
 def test_only_dense_strides_are_kept(tensor, dense):
     assert is_dense(tensor.shape, tensor.stride()) is dense
-    stored = storable_stride(tensor)
-    assert stored == (tensor.stride() if dense else contiguous_stride(tensor.shape))
+    assert storable_stride(tensor) == (tensor.stride() if dense else contiguous_stride(tensor.shape))
 
 
 def test_neighbours_become_one_copy_over_padding_only_where_that_is_allowed():

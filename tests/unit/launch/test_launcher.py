@@ -163,8 +163,7 @@ def test_a_server_that_is_killed_after_the_stop_grace_is_told_with_what_to_do(st
 
 
 def test_accelerate_leaves_its_ranks_the_stop_grace(stage: Stage) -> None:
-    options = stage.plan(accelerate_config=Path("fsdp.yaml"), stop_grace=120.5)
-    child = launcher._server(options, stage.run)
+    child = launcher._server(stage.plan(accelerate_config=Path("fsdp.yaml"), stop_grace=120.5), stage.run)
     assert child.command[2] == "async_grpo.launch.accelerate_entry"
     assert (child.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], child.grace_s) == ("121", 120.5)
     on_ray = stage.plan(accelerate_config=Path("fsdp.yaml"), ray="auto", trainer_nodes=2)

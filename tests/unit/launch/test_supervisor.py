@@ -178,8 +178,7 @@ class HangsOnceItHasWritten:
 
 
 def test_a_child_that_hangs_is_killed_with_the_reason_and_started_again(bench: Bench) -> None:
-    health = HangsOnceItHasWritten(lambda: bench.wrote("a"))
-    child = bench.python("a", DEAF, restart=Restart(), health=health)
+    child = bench.python("a", DEAF, restart=Restart(), health=HangsOnceItHasWritten(lambda: bench.wrote("a")))
     with bench.supervise(child, look=lambda: len(bench.said) >= 2 and supervisor.stop()) as supervisor:
         supervisor.run_until(ended("a"))
     assert bench.said[:2] == ["killing a: it wrote 'deaf\\n'", "a ended (killed by SIGKILL); starting it again"]

@@ -264,8 +264,7 @@ def test_what_a_killed_actor_left_is_deleted_by_the_next(order: dict[str, Any], 
         another_user.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
         far._tidy_up(left.parent, RUN)
     assert left.exists()
-    node = _RunHere(order)
-    node.end(finished=False)
+    _RunHere(order).end(finished=False)
     assert not left.exists() and others.exists()
 
 

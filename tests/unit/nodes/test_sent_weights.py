@@ -187,8 +187,7 @@ def test_a_damaged_or_missing_piece_publishes_nothing_and_the_whole_heals(
     answers = [here.node.receive(about, data) for about, data in zip(abouts, damaged, strict=True)]
     assert "has the hash" in answers[-1]["why"] and answers[-1]["published"] == 0
     assert published(here.handle)[0] == 0
-    answer = here.node.receive(abouts[2], damaged[2])
-    assert "missing" in answer["why"]
+    assert "missing" in here.node.receive(abouts[2], damaged[2])["why"]
     assert "no version here" in here.node.receive({"kind": "delta", "version": 2}, damaged[2])["why"]
     here.send()
     assert_equal_there(here, 1)
@@ -200,8 +199,7 @@ def test_a_difference_that_was_damaged_asks_for_the_whole(here: Here) -> None:
     (piece,) = here.versions.pieces(0)
     broken = np.array(piece.data)
     broken[-1] ^= 1
-    answer = here.node.receive(piece.about, broken)
-    assert "damaged" in answer["why"]
+    assert "damaged" in here.node.receive(piece.about, broken)["why"]
     assert published(here.handle)[0] == 0
     here.send()
     assert_equal_there(here, 1)

@@ -25,8 +25,7 @@ from async_grpo.queue.names import COMPLETE, JobName
 
 
 def test_a_row_may_hold_nan_infinity_and_lone_surrogates() -> None:
-    job = make_job(1, nan=math.nan, inf=-math.inf, odd="\ud800 é")
-    row = decode_job(encode_job(job)).row
+    row = decode_job(encode_job(make_job(1, nan=math.nan, inf=-math.inf, odd="\ud800 é"))).row
     assert math.isnan(row["nan"])
     assert row["inf"] == -math.inf
     assert row["odd"] == "\ud800 é"

@@ -68,8 +68,7 @@ def from_board(run: ArchivedRun) -> dict[int, float]:
 def from_curves(run: ArchivedRun, tmp_path: Path) -> dict[int, float]:
     for name, reward in (("math", 0.25), ("code", 0.75)):  # as TRL evaluates a dictionary of datasets
         run.log(3, eval_set=name, eval_reward=reward)
-    sweep = Sweep(setup="s.py", seeds=(1,), name="mine", output_base=str(tmp_path / "outputs"))
-    one = Run(sweep, 0, 1)
+    one = Run(Sweep(setup="s.py", seeds=(1,), name="mine", output_base=str(tmp_path / "outputs")), 0, 1)
     one.output.mkdir(parents=True)
     run.root.rename(one.run_dir)
     assert curves(one).evaluations == {3: {"math/reward_mean": 0.25, "code/reward_mean": 0.75}}
@@ -94,8 +93,7 @@ def test_the_file_keeps_everything_and_says_from_where_the_run_goes_on(run: Arch
     added = run.run.metrics.read_bytes().removeprefix(before).splitlines()
     marker, step = map(json.loads, added)
     assert (marker["step"], marker["resumed"], step["step"]) == (2, True, 3)
-    found = entries.read(run.run.metrics)
-    versions = [(one["step"], one.get("eval_version")) for one in found]
+    versions = [(one["step"], one.get("eval_version")) for one in entries.read(run.run.metrics)]
     assert versions == [(1, None), (1, 0), (2, None), (2, 1), (3, 2), (3, None)], "version 2 stays, with its evaluation"
 
 

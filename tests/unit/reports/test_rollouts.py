@@ -40,8 +40,7 @@ def page_of(run: ArchivedRun) -> Path:
 
 
 def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
-    text = shown(capsys, run.root, "--limit", 4)
+    text = shown(capsys, three_steps(tmp_path).root, "--limit", 4)
     assert "group 5  step 3, staleness 1, dev2, policy 1" in text
     assert "prompt: question 5" in text and "answer: answer 5" in text
     assert "right 1  format 0.5" in text and "advantage +0.71" in text and "good reply 5" in text

@@ -84,8 +84,7 @@ def test_closing_its_output_wins_no_time() -> None:
 
 @isolated
 def test_a_memory_bomb_meets_its_limit() -> None:
-    result = run_code("x = bytearray(1 << 30)", limits=SHORT)
-    assert "MemoryError" in result.stderr
+    assert "MemoryError" in run_code("x = bytearray(1 << 30)", limits=SHORT).stderr
 
 
 @isolated

@@ -201,8 +201,7 @@ def test_the_steps_that_were_done_are_told(
         monkeypatch.setattr(module, name, nothing)
     monkeypatch.setattr(trl_loss, "has_own_loss", lambda trainer: False)
     monkeypatch.setattr(trl_trainer, "fit", interrupted if done < 9 else nothing)
-    state = SimpleNamespace(global_step=done, max_steps=9)
-    trainer = SimpleNamespace(state=state, save_model=interrupted)
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=done, max_steps=9), save_model=interrupted)
     with pytest.raises(replay.ReplayStoppedError, match=says):
         replay._train(trainer, iter([]), rule("bypass", None, None, None), TrainingSettings(), tmp_path)
 

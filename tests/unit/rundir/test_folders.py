@@ -29,8 +29,7 @@ STARTS: list[Start] = [lambda root: prepare(root, planned(CONFIG)), preview, pre
 
 
 def state_of(root: Path) -> list[tuple[str, int, int]]:
-    paths = [root, *sorted(root.rglob("*"))]
-    return [(str(path), path.lstat().st_mode, path.lstat().st_ino) for path in paths]
+    return [(str(path), path.lstat().st_mode, path.lstat().st_ino) for path in [root, *sorted(root.rglob("*"))]]
 
 
 @pytest.mark.parametrize("start", STARTS)

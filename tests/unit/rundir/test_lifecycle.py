@@ -289,8 +289,7 @@ def test_the_server_ends_with_the_sentence_of_the_first_worker_that_refuses(tmp_
 
 def test_a_resume_asks_the_workers_again(tmp_path: Path) -> None:
     root, config = tmp_path / "worker", tmp_path / "my_trainer.py"
-    state = prepare(root, planned(config))
-    RunDir(root).update_state(of=state.run_id, state="failed", step=3)
+    RunDir(root).update_state(of=prepare(root, planned(config)).run_id, state="failed", step=3)
     refusal.write_refusal(root, "dev1", RunRefused("no"))
     assert refusal.read_refusal(root) == refusal.Refusal("dev1", "no")
     prepare(root, planned(config, resume=True))

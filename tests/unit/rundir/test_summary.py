@@ -83,8 +83,7 @@ def test_the_warning_of_a_run_whose_policy_ran_away_is_repeated(run: RunDir, sho
 
 
 def test_a_resumed_run_has_its_totals_apart_from_what_was_done_since(shown: Show) -> None:
-    text = shown(rollouts=5120, resumed_from=60, rollouts_before=7680)
-    totals, since, folders = re.split("├.*┤", text)
+    totals, since, folders = re.split("├.*┤", shown(rollouts=5120, resumed_from=60, rollouts_before=7680))
     assert re.search(r"steps +│ 100 ", totals) and re.search(r"rollouts +│ 12800 ", totals)
     assert "0.250 → 0.960" in totals and "staleness" not in totals and " s " not in totals
     assert re.search(r"since the resume at step 60 +│ 40 steps in 61 s \(loading included\)", since)

@@ -256,8 +256,7 @@ def test_a_stage_that_ends_without_its_folder_has_failed(yard: ExperimentYard) -
 
     yard.command = command  # type: ignore[assignment]
     assert yard.run() == 1
-    record = read(yard.root / LEDGER)["reference_tiny_sums.evaluate"]
-    assert record.why.startswith("it ended without leaving")
+    assert read(yard.root / LEDGER)["reference_tiny_sums.evaluate"].why.startswith("it ended without leaving")
 
 
 def test_idle_places_say_why_once(yard: ExperimentYard, capsys: pytest.CaptureFixture[str]) -> None:

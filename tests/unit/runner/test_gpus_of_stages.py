@@ -108,8 +108,7 @@ def test_how_busy_a_stages_gpu_was_is_noted_and_its_peak_packs_the_next_one(
     yard: ExperimentYard, driver: FakeDriver
 ) -> None:
     assert yard.run(ONE_ROUND, places=TWO_GPUS[:1]) == 0
-    log = (yard.root / "run.log").read_text()
-    assert f"GPU utilization {TRAIN}: 80%\n" in log
+    assert f"GPU utilization {TRAIN}: 80%\n" in (yard.root / "run.log").read_text()
     ends = r"GPU Memory Summary:\n  GPU 0: \d+\.00 GB taken at most, 80\.00 GB total\n$"
     logs = {
         kind: (yard.root / f"jobs/QSharp_tiny_sums_r1/log_{kind}.txt").read_text() for kind in ("generate", "train")

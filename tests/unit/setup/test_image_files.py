@@ -171,8 +171,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_an_image_is_loaded_also_inside_an_event_loop(url: str) -> None:
     async def load() -> Image.Image:
-        loaded: Image.Image = ImageProcessingMixin().fetch_images(f"{url}/moved")
-        return loaded
+        return ImageProcessingMixin().fetch_images(f"{url}/moved")
 
     assert asyncio.run(load()).getpixel((1, 0)) == (1, 2, 3)
 

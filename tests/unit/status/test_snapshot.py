@@ -167,8 +167,7 @@ def test_loading(run: RunDir, start: Callable[..., Any]) -> None:
 def test_a_run_whose_server_was_killed(run: RunDir, start: Callable[..., Any], capsys: Any) -> None:
     server = start("server", TRAINING)
     start("dev1", GENERATING)
-    killed = start("dev2", GENERATING)
-    kill(server, killed)
+    kill(server, start("dev2", GENERATING))
     view = look(run.root)
     assert (view.state, view.live) == (DEAD, False)
     assert f"(pid {server.pid}, last seen training) was killed, or the machine went down." in view.sentence

@@ -57,8 +57,7 @@ def test_the_report_has_mean_interval_and_picture(
     monkeypatch.setattr(report, "band_plot", BAND_PLOT)
     assert yard.run(yard.sweep(1, 2, 3)) == 0
     folder = yard.folder / "outputs" / "sweep_mine"
-    found = json.loads((folder / "report.json").read_text())
-    last = found["evaluations"]["success_rate"][-1]
+    last = json.loads((folder / "report.json").read_text())["evaluations"]["success_rate"][-1]
     assert (last["step"], last["n"], round(last["mean"], 3)) == (5, 3, 0.82)
     assert last["low"] == pytest.approx(0.82 - 4.30265 * 0.01 / 3**0.5, abs=1e-4)
     assert (folder / "agreement.png").read_bytes().startswith(b"\x89PNG")

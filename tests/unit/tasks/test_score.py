@@ -277,8 +277,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             self._answer({"data": [{"id": "verifier"}]})
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.asked.append(body)
+            server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             server.may_answer.wait(timeout=DEADLINE_S)
             self._answer({"choices": [{"message": {"content": server.says}}]} if server.says is not None else {})
 

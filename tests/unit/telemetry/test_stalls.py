@@ -114,8 +114,7 @@ def test_the_warning_names_what_is_waited_for_and_what_the_others_do(
 
 
 def test_the_thread_looks_by_itself(tmp_path: Path, warnings: list[str]) -> None:
-    writer = worker(tmp_path, state=GENERATING)
-    warning = StallReporter(writer, tmp_path, 0.05).start()
+    warning = StallReporter(worker(tmp_path, state=GENERATING), tmp_path, 0.05).start()
     try:
         wait_until(lambda: warnings or None, what="a warning", timeout_s=60, poll_s=0.01)
     finally:
@@ -345,8 +344,7 @@ def test_what_a_killed_process_said_last_stays(tmp_path: Path) -> None:
 
 
 def test_a_very_long_text_does_not_break_the_record(tmp_path: Path) -> None:
-    writer = worker(tmp_path)
-    writer.waits("x" * 20_000)
+    worker(tmp_path).waits("x" * 20_000)
     assert (seen(tmp_path).state, seen(tmp_path).waits_for) == (WAITING, "")
 
 
