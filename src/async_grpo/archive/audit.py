@@ -177,7 +177,10 @@ def _uses(processes: list[ServerProcess]) -> Iterator[Use]:
 
 def _groups(found: Evidence, uses: dict[int, list[Use]]) -> list[Group]:
     """Every sequence number up to the highest that any file knows, without those in a gap too wide for a run."""
-    issued_below = _surely_issued_below(found)
+    # Jobs are issued in order, so the last process had issued everything below the last group that it used. What is
+    # beyond, and nowhere, was withdrawn when the process started, to be issued again in its turn.
+    last = found.processes[-1] if found.processes else None
+    issued_below = max(last.seqs(), default=-1) + 1 if last else 0
     seqs = (range(gap.stop - 1, gap.stop) if len(gap) > WIDEST_GAP else gap for gap in _steps(found, uses))
     return [_group(seq, found, uses, issued_below) for seq in chain.from_iterable(seqs)]
 
@@ -242,15 +245,6 @@ def _attempts(seq: int, names: list[JobName], used: StoredGroup | None, found: E
     attempts = [name.attempt for name in names]
     attempts += [by_seq[seq] for by_seq in (found.failed, found.broken) if seq in by_seq]
     return 1 + max(attempts) if attempts else None
-
-
-def _surely_issued_below(found: Evidence) -> int:
-    """Jobs are issued in order, so the last process had issued everything below the last group that it used.
-
-    What is beyond, and nowhere, was withdrawn when the process started, to be issued again in its turn.
-    """
-    last = found.processes[-1] if found.processes else None
-    return max(last.seqs(), default=-1) + 1 if last else 0
 
 
 def _without_file(found: Evidence, uses: dict[int, list[Use]], *, finished: bool) -> tuple[list[int], list[int]]:

@@ -44,8 +44,6 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A process to run."""
-
     name: str
     command: Sequence[str]
     env: Mapping[str, str]

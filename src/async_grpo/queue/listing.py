@@ -42,7 +42,6 @@ def why_set_aside(files: Files, set_aside: str) -> str:
 
 
 def counts_of(jobs: Iterable[JobName], aside: Iterable[SetAside]) -> QueueCounts:
-    """Count files by state."""
     states = [name.state for name in jobs]
     failed = sum(entry.kind == FAILED for entry in aside)
     return QueueCounts(states.count(PENDING), states.count(PROCESSING), states.count(COMPLETE), failed)

@@ -136,8 +136,6 @@ def _compares(node: ast.AST) -> bool:
 
 
 class Check(NamedTuple):
-    """One test."""
-
     test: ast.expr
     questions: list[str]  # what the sandbox evaluates of it
 

@@ -232,9 +232,8 @@ def _adapter(folder: str) -> dict[str, Any]:
 def _whole_model(model: Any, source: str) -> dict[str, Any]:
     dtype = next(model.parameters()).dtype
     loaded, report = type(model).from_pretrained(source, dtype=dtype, output_loading_info=True)
-    found: dict[str, Any] = loaded.state_dict()
     made_up = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}  # by transformers, at random
-    return {name: tensor for name, tensor in found.items() if name not in made_up}
+    return {name: tensor for name, tensor in loaded.state_dict().items() if name not in made_up}
 
 
 def _put(model: Any, weights: dict[str, Any], source: str, *, is_adapter: bool) -> None:

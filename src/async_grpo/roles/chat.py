@@ -23,8 +23,6 @@ ADAPTER, MODEL = "adapter_config.json", "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How the model answers."""
-
     temperature: float = 1.0  # 0: the most likely token each time
     max_tokens: int = 512  # of one answer
     system: str | None = None

@@ -45,8 +45,6 @@ class ReplayStoppedError(AsyncGRPOError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """What the command line decides about a replay."""
-
     run_dir: Path
     output_dir: Path | None = None  # a new folder for the weights; None: `outputs/replay-N`
     correction: str | None = None  # None: the run's, with its options

@@ -314,7 +314,6 @@ class MetricsToAdd(_AddOnly):
         return ValuesToAdd(self._view, self._mode, name)
 
     def setdefault(self, name: str, default: Any = None) -> ValuesToAdd:
-        """As a dictionary's."""
         return self[name]
 
     def __setitem__(self, name: str, values: Any) -> None:

@@ -33,8 +33,6 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesRecord:
-    """All of them."""
-
     head: str = ""  # of Ray, HOST:PORT
     nodes: tuple[NodeRecord, ...] = ()
 

@@ -27,8 +27,6 @@ HOOKS = ("_prepare_dataset",)  # private names of TRL's trainer that are touched
 
 @dataclass(frozen=True, kw_only=True)
 class DPOSettings(PreferenceSettings):
-    """Keys of DPO."""
-
     beta: float = 0.1  # of the loss, in nats per unit of log-ratio; not that of the preferences
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # added up; `[sigmoid, sft]` is RPO
 

@@ -36,8 +36,6 @@ def get_trainer():
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings(AlgorithmSettings):
-    """Keys of GRPO."""
-
     samples_per_prompt: int = 4  # completions of a group
     kl_coef: float = 0.05  # weight of the divergence from the reference; TRL's `beta`
     max_new_tokens: int = 256  # the most tokens of a completion

@@ -159,8 +159,6 @@ class SchedulingKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentConfig:
-    """A whole experiment."""
-
     experiment: NameAndSeed
     models: dict[str, ModelFamily]
     training: TrainingKeys
@@ -206,7 +204,8 @@ def checked(tree: object) -> ExperimentConfig:
 def _problems(config: ExperimentConfig) -> Iterator[str]:
     yield from _out_of_range(config)
     yield from _unknown_names(config)
-    yield from _not_built(config)
+    if config.system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
+        yield "flash_attention_2 needs the package flash-attn, which is not here: set system.attn_impl=eager."
     yield from _of_slurm(config)
     for algo in config.enabled:
         yield from _problems_of(algo, config)
@@ -242,11 +241,6 @@ def _unknown_names(config: ExperimentConfig) -> Iterator[str]:
         ("datasets", [*datasets, *chain.from_iterable(by_train.values()), *by_train], config.datasets),
     ):
         yield from (f"{kind} has no {one!r}.{_nearest(one, known)}" for one in names if one not in known)
-
-
-def _not_built(config: ExperimentConfig) -> Iterator[str]:
-    if config.system.attn_impl == "flash_attention_2" and find_spec("flash_attn") is None:
-        yield "flash_attention_2 needs the package flash-attn, which is not here: set system.attn_impl=eager."
 
 
 def _of_slurm(config: ExperimentConfig) -> Iterator[str]:

@@ -234,8 +234,9 @@ class Work:
         """Run one command to its end. `AsyncGRPOError`: it failed."""
         arguments = [command, model, "--config", str(setup), "--run-dir", str(run), *more]
         arguments += ["--deterministic"] if self.config.system.deterministic else []
-        if gpus := _visible_gpus():
-            arguments += ["--worker-device-ids", ",".join(map(str, range(gpus)))]
+        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+        if visible:  # each gets a worker, also that of the weights
+            arguments += ["--worker-device-ids", ",".join(map(str, range(len(visible))))]
         elif len(os.sched_getaffinity(0)) == 1:
             arguments += ["--num-workers", "1"]  # a second one would share the core
         arguments += ["--resume"] if run.exists() else []
@@ -283,11 +284,6 @@ class _LogsOfRun:
             if new > 0 and b"OutOfMemoryError" in read_end(log, min(new, _LAST_WORDS_BYTES))[0]:
                 return True
         return False
-
-
-def _visible_gpus() -> int:
-    """How many GPUs this place has: each gets a worker, also that of the weights."""
-    return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
 
 
 def _evaluated(dataset: str, found: Mapping[str, Any]) -> Iterable[EvaluatedSet]:

@@ -97,7 +97,6 @@ def _places_of_plain_trl(sweep: Sweep, facts: TrainerFacts, places: list[Place])
 
 
 def starts_servers(sweep: Sweep, facts: TrainerFacts) -> bool:
-    """Whether each run starts vLLM servers."""
     if sweep.mode == ASYNC:
         return ENGINES[facts.generator].started
     return facts.vllm_server and not facts.names_server

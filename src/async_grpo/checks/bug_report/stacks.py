@@ -36,8 +36,6 @@ _TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call that signals a thre
 
 @dataclass(frozen=True, slots=True)
 class RunProcess:
-    """A live process of the run."""
-
     name: str  # "server", "dev1", "rank1"
     pid: int
     belongs: Callable[[], bool]  # whether this pid is still that process

@@ -56,12 +56,13 @@ def cut_down() -> Iterator[None]:
 
 def _created(model_id: str, *_: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """In place of TRL's loading of a policy or a reference by its name: the small model, from the configuration."""
-    from transformers import AutoConfig
+    import transformers
 
-    config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
     if kwargs.get("quantization_config") is not None or hasattr(config, "quantization_config"):
         raise UnsupportedError(_QUANTISED)
-    return _made(config, _architecture(config))
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    return _made(config, named._from_config if named else transformers.AutoModelForCausalLM.from_config)
 
 
 def _load(load: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,13 +85,6 @@ def _small_of(model: Any) -> Any:
             "peft_config, or check the file without --tiny."
         )
     return _made(model.config, type(model)._from_config)
-
-
-def _architecture(config: Any) -> Callable[[Any], Any]:
-    import transformers
-
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    return named._from_config if named else transformers.AutoModelForCausalLM.from_config
 
 
 def _made(config: Any, architecture: Callable[[Any], Any]) -> Any:

@@ -48,7 +48,10 @@ def checked(args: argparse.Namespace, sampled_with: Sequence[str]) -> tuple[argp
         args = _recalled(args, begun, sampled_with)
     args.config = setup_file(args.config)
     check_setup_file(args.config)
-    _refuse_training_run(args)
+    if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
+        raise UsageError(
+            f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
+        )
     return args, begun
 
 
@@ -89,14 +92,6 @@ def _recalled(args: argparse.Namespace, state: RunState, sampled_with: Sequence[
     for change in found.changes:
         print(printable(f"resuming the run in {args.run_dir}: {change}"))
     return argparse.Namespace(**{**vars(args), **found.options})
-
-
-def _refuse_training_run(args: argparse.Namespace) -> None:
-    """Raise `UsageError` where `--resume` or `--overwrite` would touch a training run."""
-    if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
-        raise UsageError(
-            f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
-        )
 
 
 def _absolute(model: str) -> str:
