@@ -39,14 +39,6 @@ def is_alive(run: MonkeyRun) -> bool:
     return bool(run.processes())
 
 
-def on_small_disk(run: MonkeyRun) -> bool:
-    return os.path.ismount(run.folder)
-
-
-def has_two_checkpoints(run: MonkeyRun) -> bool:
-    return len(run.checkpoints()) >= 2
-
-
 # --- signals
 
 
@@ -239,7 +231,7 @@ FAULTS = {
     "SIGKILL": Fault(is_alive, send(signal.SIGKILL)),
     "SIGSTOP, then SIGCONT": Fault(is_alive, pause),
     "SIGKILL to all": Fault(is_alive, kill_everything),
-    "a full disk": Fault(on_small_disk, fill_disk),
+    "a full disk": Fault(lambda run: os.path.ismount(run.folder), fill_disk),
     "a file of the user's": Fault(always, plant_of_users),
     "something in the queue": Fault(always, plant_in_queue),
     "something in a file's place": Fault(always, put_in_place),
@@ -248,6 +240,6 @@ FAULTS = {
     "a deleted job or group": Fault(always, delete_in_queue),
     "file times of 1970 or 2100": Fault(always, move_clocks),
     "the run directory renamed": Fault(is_alive, rename_run_directory),
-    "a torn checkpoint": Fault(has_two_checkpoints, tear_checkpoint),
+    "a torn checkpoint": Fault(lambda run: len(run.checkpoints()) >= 2, tear_checkpoint),
     "resume from elsewhere": Fault(always, resume_from_elsewhere),
 }

@@ -146,7 +146,7 @@ class InProcessRun(TrainingEvents):
 
     def take_groups(self, version: int) -> Sequence[RolloutGroup]:
         if len(self.batches) % self._fresh_every == 0:
-            copy_weights(self.trainer, self.worker)
+            self.worker.model.load_state_dict(self.trainer.model.state_dict())
             self._version = version
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
             torch.manual_seed(len(self.batches))
@@ -189,10 +189,6 @@ class ShownCorrection:
     def __call__(self, batch: dict[str, Any]) -> None:
         self._correction(batch)
         self._show(batch)
-
-
-def copy_weights(source: GRPOTrainer, target: GRPOTrainer) -> None:
-    target.model.load_state_dict(source.model.state_dict())
 
 
 def training_logs(trainer: GRPOTrainer) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import async_grpo.api.notebook as notebook_module
-import async_grpo.api.run_handle as child_module
 import async_grpo.api.run_handle as handle_module
 import async_grpo.api.trainer as trainer_module
 from async_grpo.api import AsyncGRPO, Handle
@@ -72,7 +71,7 @@ def instead_of_the_command(monkeypatch: pytest.MonkeyPatch) -> Replace:
             assert command[:3] == [sys.executable, "-Pm", "async_grpo.cli"]
             return real([sys.executable, "-c", program, *command[3:]], **how)  # type: ignore[call-overload]
 
-        monkeypatch.setattr(child_module.subprocess, "Popen", started)
+        monkeypatch.setattr(handle_module.subprocess, "Popen", started)
 
     return replace
 

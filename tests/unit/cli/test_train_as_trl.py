@@ -46,11 +46,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     return runs
 
 
-def command_in(file: Path) -> Any:
-    """The `TRLCommand` of a setup file that was written."""
-    return runpy.run_path(str(file))["get_trainer"].__self__
-
-
 def begun(launched: Launched) -> RunDir:
     """A run directory with a stopped run of these options."""
     state = prepare(*launched)
@@ -72,7 +67,7 @@ def test_a_yaml_file_with_flags_of_both(
     assert run.trl == TRLCall(arguments, str(folder))
     assert run.config.stem.startswith("trl_grpo_")
     monkeypatch.setenv("OF_A_FILE", "of this process")
-    command = vars(command_in(run.config))
+    command = vars(runpy.run_path(str(run.config))["get_trainer"].__self__)
     assert (command["_arguments"], command["_directory"]) == (arguments, str(folder))
     assert os.environ["OF_A_FILE"] == "of this process", "the launcher decides about devices, for one"
 

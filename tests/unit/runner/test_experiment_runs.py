@@ -40,12 +40,8 @@ def yard(tmp_path: Path) -> ExperimentYard:
     return ExperimentYard(tmp_path)
 
 
-def run_apart(yard: ExperimentYard) -> int:
-    """Run in a process of its own, which a stage may kill."""
-    return subprocess.run(apart(yard), cwd=Path(__file__).parent, timeout=120, check=False).returncode
-
-
 def apart(yard: ExperimentYard) -> list[str]:
+    """The command that runs it in a process of its own, which a stage may kill."""
     code = f"from experiment_yard import *; sys.exit(ExperimentYard(Path({str(yard.folder)!r})).run({ONE_ROUND!r}))"
     return [sys.executable, "-c", code]
 
@@ -112,7 +108,7 @@ def test_a_kill_at_a_boundary_costs_no_finished_stage_and_changes_nothing(
     yard: ExperimentYard, untroubled: dict[str, dict[str, str]], how: str, kind: str
 ) -> None:
     yard.fail(f"{QSHARP_1}.{kind}", how)
-    assert run_apart(yard) != 0
+    assert subprocess.run(apart(yard), cwd=Path(__file__).parent, timeout=120, check=False).returncode != 0
     assert yard.run(ONE_ROUND) == 0
     assert is_as(yard, untroubled)
 
