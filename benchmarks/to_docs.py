@@ -69,7 +69,7 @@ TITLES = {
         "A trainer on two machines",
         "Two ranks of one core each, which are on one machine or on two, take turns, step by step, by gloo. A machine "
         "is a network namespace. What a number takes there and back says what the delay of the link is; a relay in "
-        "user space makes it, on the same cores. The control of a ratio is the medians of three thirds of the steps "
+        "user space makes it, on the same cores. Controls of a ratio are the medians of three thirds of the steps "
         "on one machine. A step is of 6.6 M parameters and 2,048 tokens a rank in fp32; as a run's, it begins with a "
         "group and ends with the leader's word. A publication gathers 26 MB to rank 0. More in "
         "[nodes.md](nodes.md#several-machines-for-the-trainer).",

@@ -215,8 +215,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     plan, settings = question.plan, question.plan.training
     try:
         check_torch_sees(plan.master_device)
-        ranks = AccelerateConfig.read(plan.launch.accelerate_config)
-        _change_arguments(ranks.processes)
+        _change_arguments(ranks := AccelerateConfig.read(plan.launch.accelerate_config))
         trainer = load_trainer(
             plan.config,
             engine_here=False,
@@ -261,12 +260,13 @@ def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
         refuse_own_server(use_vllm=wants_vllm(trainer), mode=args.vllm_mode, base_url=args.vllm_server_base_url)
 
 
-def _change_arguments(processes: int) -> None:
+def _change_arguments(ranks: AccelerateConfig) -> None:
     """In this process, which ends with its answer: make no `output_dir`, and count batches as each rank does."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks.processes // ranks.machines)
 
     def change(module: ModuleType) -> None:
         module.GRPOConfig.should_save = property(lambda self: False)
-        module.GRPOConfig.world_size = property(lambda self: processes)
+        module.GRPOConfig.world_size = property(lambda self: ranks.processes)
 
     when_imported("trl.trainer.grpo_config", change)  # when that is, is for the setup file to say
 

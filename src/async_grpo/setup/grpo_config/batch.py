@@ -30,7 +30,7 @@ class Batch:
             return None
         same = {entry.name: getattr(config, entry.name) for entry in fields(cls) if hasattr(config, entry.name)}
         ranks = config.world_size
-        return cls(**same, processes=ranks, machines=ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        return cls(**same, processes=ranks, machines=max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
 
     @property
     def prompts(self) -> int:
