@@ -213,6 +213,16 @@ def worker_of(get_trainer: Callable[..., GRPOTrainer]) -> GRPOTrainer:
         return get_trainer()
 
 
+@pytest.mark.parametrize("returned", [None, ["good", "bad"]])
+def test_a_reward_that_gives_no_numbers_is_named(tmp_path: Path, returned: Any) -> None:
+    def praise(**_: Any) -> Any:
+        return returned
+
+    worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=[letters, praise]))
+    with pytest.raises(TypeError, match=r"\. A reward function returns a list .* one of letters, praise did not\.$"):
+        worker.trl.score(worker.generate(jobs_of(plain_rows(1))))
+
+
 def test_a_reward_logs_in_threads_of_its_own(tmp_path: Path) -> None:
     """Also while other groups are generated, whose code runs at the same time."""
     kept = ThreadPoolExecutor(1)

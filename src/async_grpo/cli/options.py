@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from async_grpo.cli.parser import Parser
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
-from async_grpo.rundir.paths import FINISHED, RunDir, RunState
+from async_grpo.rundir.paths import FINISHED, STOPPED, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, flag_name, log_level, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
@@ -42,11 +42,21 @@ def run_to_resume(args: argparse.Namespace) -> RunState | None:
     return RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
 
 
-def resumed(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
-    """The arguments of `--resume`: what the command line leaves out is as the run was begun. Says what it changes."""
+def resumed(args: argparse.Namespace, state: RunState) -> argparse.Namespace | None:
+    """The arguments of `--resume`: what the command line leaves out is as the run was begun. Says what it changes.
+
+    None, which is said as well: the run has done all steps that they ask for.
+    """
     recalled = run_options.recall(state, given(args))
     begun = {} if "config" in args.given else {"config": setup_file_of_run(state), "trl": state.plan.trl}
     found = argparse.Namespace(**{**vars(args), **recalled.options, **begun})
+    to_finish = state.state == STOPPED  # at its last step: that is still to be done
+    if found.steps is not None and state.state in (FINISHED, STOPPED) and state.step >= found.steps + to_finish:
+        print(
+            f"nothing to do: run {state.run_id} in {args.run_dir} is at step {state.step} of {found.steps}. To train "
+            "on: --resume --steps N"
+        )
+        return None
     for change in [*run_options.config_change(state, found.config), *recalled.changes]:
         print(printable(f"resuming run {state.run_id}: {change}"))
     return found
@@ -60,17 +70,6 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def _anywhere(value: Any) -> Any:
     """A path as an absolute one: a resume may be started in another folder."""
     return value.absolute() if isinstance(value, Path) else value
-
-
-def nothing_to_do(args: argparse.Namespace, state: RunState) -> bool:
-    """Whether the run to be resumed has finished all steps that the command asks for; says so."""
-    if state.state != FINISHED or args.steps is None or state.step < args.steps:
-        return False
-    print(
-        f"nothing to do: run {state.run_id} in {args.run_dir} is at step {state.step} of {args.steps}. To train on: "
-        "--resume --steps N"
-    )
-    return True
 
 
 def planned(args: argparse.Namespace, **came_to: Any) -> RunPlan:

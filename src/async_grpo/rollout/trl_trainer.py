@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from transformers import TrainerState
@@ -59,6 +60,21 @@ class Sample(Protocol):
     """Has one completion of each of these prompts sampled. `fields` are what the processor made of the images."""
 
     def __call__(self, prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled: ...
+
+
+@contextmanager
+def _naming_what_gave_no_numbers(functions: Sequence[str]) -> Iterator[None]:
+    """Name the reward functions where TRL raises, without a name, for what one of them returned."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raised_in = extract_tb(error.__traceback__)[-1].filename
+        if not raised_in.endswith("grpo_trainer.py") or "reward function" in str(error):
+            raise
+        raise TypeError(
+            f"{error}. A reward function returns a list with one number, or None, for each completion; one of "
+            f"{', '.join(functions)} did not."
+        ) from error
 
 
 class RolloutTrainer:
@@ -213,7 +229,10 @@ class RolloutTrainer:
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             # This very call's: a reward function may log in threads of its own, which have no context.
             scorer._log_metric, scorer._log_completion_extra = call.log_metric, call.log_extra
-            with self._held.around(scorer) if self._held.calls_left > 0 else nullcontext():
+            with (
+                self._held.around(scorer) if self._held.calls_left > 0 else nullcontext(),
+                _naming_what_gave_no_numbers(scorer.reward_func_names),
+            ):
                 rewards = scorer._calculate_rewards(whole.rows, whole.prompts, whole.completions, whole.completion_ids)
             self._refuse_changes(scorer)
             columns: list[dict[str, Any]] = [{} for _ in groups]

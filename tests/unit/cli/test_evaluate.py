@@ -87,6 +87,12 @@ def test_a_path_for_the_figures_is_checked_before_they_are_made(
     )
 
 
+def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path: Path, refused: Says) -> None:
+    (tmp_path / "setup.py").write_text("def get_trainer(): ...")
+    said = refused("evaluate", tmp_path, "--config", tmp_path / "setup.py", "--run-dir", tmp_path / "run")
+    assert f"{tmp_path} holds no weights: it has neither config.json nor adapter_config.json" in said
+
+
 @pytest.mark.parametrize(("rewards", "told"), [([0.0, 1.0], False), ([0.4, 1.0], True)])
 def test_success_is_defined_where_no_reward_function_does(rewards: list[float], told: bool) -> None:
     answers = {0: Answers(rewards=rewards, successes=[reward >= 1 for reward in rewards])}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_grpo.cli import main
-from async_grpo.cli.compute import server, train
+from async_grpo.cli.compute import server
 from async_grpo.cli.parser import Parser
 from async_grpo.launch import launcher
 from async_grpo.rundir import paths as runs
@@ -164,11 +164,15 @@ def test_a_trainer_of_several_processes_can_go_on_as_one(launched: Launched, tmp
     assert launched[-1].launch.accelerate_config is None
 
 
-@pytest.mark.parametrize("command", [train, server])
-def test_a_finished_run_has_nothing_to_do(begun: Launched, command: Any, printed: Says) -> None:
-    RunDir(Path("worker")).update_state(state=runs.FINISHED, step=30)
+@pytest.mark.parametrize("command", ["train", "server"])
+@pytest.mark.parametrize(("state", "more"), [(runs.FINISHED, []), (runs.STOPPED, ["--steps", "29"])])
+def test_a_run_that_has_done_all_steps_has_nothing_to_do(
+    begun: Launched, command: str, state: str, more: list[str], printed: Says
+) -> None:
+    RunDir(Path("worker")).update_state(state=state, step=30)
     before = Path("worker/run.json").read_bytes()
-    assert "nothing to do: run" in printed(command.__name__.rpartition(".")[2], "--resume")
+    said = printed(command, "--resume", *more)
+    assert "nothing to do: run" in said and "from now on" not in said
     assert len(begun) == 1 and Path("worker/run.json").read_bytes() == before
     assert main(["train", "--resume", "--steps", "31"]) == 0
     assert begun[-1].training.steps == 31

@@ -103,6 +103,7 @@ def test_a_text_becomes_a_value_of_the_type_of_the_field(name: str, text: str, v
         ("generation_kwargs", "min_p", "generation_kwargs must be an object in JSON, or none"),
         ("max_steps", "5", "it is --steps"),
         ("seed", "5", "it is --seed"),
+        ("max_prompt_length", "512", "TRL no longer cuts prompts"),
         ("hub_token", "x", "a token is a secret"),
         ("model_init_kwargs", '{"token": "hf_abcdefghijklmnopqrstuv"}', "this one looks like a secret"),
         ("model_init_kwargs", '{"password": "correct horse"}', "this one looks like a secret"),

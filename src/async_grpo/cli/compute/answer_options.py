@@ -104,7 +104,9 @@ def _absolute(model: str) -> str:
     path = Path(model).expanduser()
     if not path.exists() and (path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
         raise UsageError(f"There is no folder {model}, and it is no name of a model of the hub either.")
-    if not any((path / name).exists() for name in _CONFIGS) and RunDir(path).read_state() is not None:
+    if path.exists() and not any((path / name).exists() for name in _CONFIGS):
+        if RunDir(path).read_state() is None:
+            raise UsageError(f"{model} holds no weights: it has neither {' nor '.join(_CONFIGS)}.")
         newest = max(Chain(chain_folder(path)).versions)
         raise UsageError(
             f"{model} is a run directory. Name one of the versions that it kept, such as {model}@{newest}."

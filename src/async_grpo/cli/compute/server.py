@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if by_hand:
         use_arguments(args, begun := options.run_to_resume(args))
         if begun is not None:
-            args = options.resumed(args, begun)
-            if options.nothing_to_do(args, begun):
+            if (found := options.resumed(args, begun)) is None:
                 return 0
+            args = found
         plan = _plan(args, ranks)
         if rank == 0:
             _prepare(args, plan)

@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
     is_elsewhere = AccelerateConfig.read(args.accelerate_config).number_of(args.machine_rank) > 0  # the run directory
     use_arguments(args, begun := None if is_elsewhere else options.run_to_resume(args))
     if begun is not None:
-        args = options.resumed(args, begun)
-        if options.nothing_to_do(args, begun):
+        if (found := options.resumed(args, begun)) is None:
             return 0
+        args = found
     if args.config == options.DEFAULT_CONFIG and not args.config.is_file():
         if args.resume:
             preview(args.run_dir, resume=True)  # where there is no run, that is what is wrong

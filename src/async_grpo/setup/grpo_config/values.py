@@ -31,6 +31,7 @@ _OF_A_CRITIC = ("async_grpo", "credit/ppo_config.py", "PPOConfig")
 _ELSEWHERE = {
     "max_steps": "it is --steps.",
     "seed": "it is --seed.",
+    "max_prompt_length": "TRL no longer cuts prompts. Cut them, or leave long ones out, where the dataset is made.",
     "hub_token": "run.json keeps these values, and a token is a secret: set HF_TOKEN in the environment.",
     "resume_from_checkpoint": "it is --resume.",
 }
