@@ -138,12 +138,13 @@ run_vllm() {
         leave_out "vLLM" "${no_vllm:-it is not installed}."
         return
     fi
-    local device=cuda:0 sizes=(--shape 0.6B) how=(-v -s) limits=(60 210 180 120)
-    # On a CPU `make test-vllm` runs these tests anyway.
-    [[ ! $dry_run ]] || device=cpu sizes=(--shape small --quick) how=(--collect-only) limits=(120 420 360 240)
+    local device=cuda:0 kinds=vllm sizes=(--shape 0.6B) how=(-v -s) limits=(60 210 180 120)
+    # On a CPU `make test-vllm` runs such tests anyway.
+    [[ ! $dry_run ]] || device=cpu kinds="vllm and not adapter" sizes=(--shape small --quick) how=(--collect-only) \
+        limits=(120 420 360 240)
     part "vLLM" "${limits[0]}" "$python" -c 'from vllm import LLM, __version__; print(LLM, __version__)' &&
         part "vLLM: runs" "${limits[1]}" "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -m gpu -rA -s -q \
-            -p no:cacheprovider -k vllm &&
+            -p no:cacheprovider -k "$kinds" &&
         LOGURU_LEVEL=INFO part "vLLM: tokens a second" "${limits[2]}" "$python" benchmarks/generators.py \
             "${sizes[@]}" --json "$results/gpu_vllm.json" &&
         GPU_TESTS_DEVICE=$device part "vLLM: updates in flight, adapters" "${limits[3]}" "$python" -m pytest \

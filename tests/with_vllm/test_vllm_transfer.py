@@ -5,8 +5,6 @@ The names of vLLM that `async_grpo_ipc.vllm_engine` uses, and weights against tr
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ from async_grpo.engines.vllm import ENVIRONMENT
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
 from async_grpo_ipc import MismatchError, VersionGoneError, WeightExporter
 from async_grpo_ipc.vllm_engine import BACKEND, SharedMemoryEngine, register
-from kit.waiting import until
 
 TOKENIZER = qwen3_1m.build_tokenizer()
 PROMPTS = [TOKENIZER(text)["input_ids"] for text in ("1+1=", "7+3=", "hello")]
@@ -150,7 +147,7 @@ def test_later_versions_are_copied_without_vllms_loading(
         assert len(calls) == 1, "every layer is looked up in Python again"
 
 
-# --- `examples/feed_vllm.py` with a real server of two processes, that `VLLMServerProcess` starts, and starts again
+# --- `examples/feed_vllm.py` with a real server of two processes, that `VLLMServerProcess` starts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "feed_vllm.py"
 DEADLINE_S = 300
@@ -164,7 +161,7 @@ def feed(model: Path, url: str) -> list[str]:
     return [line.rpartition(" says ")[2] for line in done.stdout.splitlines() if line.startswith("version ")]
 
 
-def test_a_server_with_tensor_parallelism_is_fed_and_comes_back(tmp_path: Path) -> None:
+def test_a_server_with_tensor_parallelism_is_fed(tmp_path: Path) -> None:
     model, tokenizer = tmp_path / "model", qwen3_1m.build_tokenizer()
     qwen3_1m.build_model(tokenizer).save_pretrained(model)
     tokenizer.save_pretrained(model)
@@ -175,12 +172,7 @@ def test_a_server_with_tensor_parallelism_is_fed_and_comes_back(tmp_path: Path) 
         by_a_page = {"Origin": "http://evil.example"}
         answer = requests.post(f"{server.base_url}/reset_prefix_cache", headers=by_a_page, timeout=DEADLINE_S)
         assert answer.status_code == 403, "vLLM answers every page of the web"
-        first = feed(model, server.base_url)
-        assert len(first) == 5
-        assert len(set(first)) > 1, "no update changed anything"
-        os.kill(server.pid, signal.SIGKILL)
-        until(lambda: not server.running, "the end of the server")
-        server.restart()
-        server.wait_ready(DEADLINE_S)
-        assert feed(model, server.base_url) == first, "the same weights say the same"
+        said = feed(model, server.base_url)
+        assert len(said) == 5
+        assert len(set(said)) > 1, "no update changed anything"
     assert not server.running

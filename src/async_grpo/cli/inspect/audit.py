@@ -61,7 +61,7 @@ def _rows(report: Audit) -> Iterator[tuple[str, str]]:
         yield "  to be issued again", f"{report.count(AGAIN)}: withdrawn when the server was started"
     yield "second results", f"{report.duplicates}, archived and not used"
     if report.broken_set_aside:
-        yield "broken files", f"{report.broken_set_aside}, set aside; their jobs were issued again"
+        yield "files set aside", f"{report.broken_set_aside}, broken or given up before; their jobs were issued again"
     if report.taken_back:
         yield (
             "of newer weights",
