@@ -72,7 +72,7 @@ RANDOM_CONFIGURATIONS ?= 300
 # How long the monkey strikes at real runs.
 MONKEY_SECONDS ?= 600
 
-# Without a whole run in it. CI calls it with other Pythons: make test-unit PYTHON=python3.13
+# Without a whole run in it: make test-unit PYTHON=python3.13
 test-unit: venv-test
 	$(PYTEST) -m "not gpu and not slow and not integration" tests/unit
 
@@ -123,12 +123,13 @@ fuzz: venv-test
 gpu: venv-test
 	$(BIN)/python -m pytest -m gpu -rA
 
-.venv-trl-next/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
-	scripts/env_beside.sh .venv-trl-next trl==1.16.0
+# CI calls it with the newest Python: make test-trl-next PYTHON=python3.13
+$(VENV)-trl-next/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
+	VENV=$(VENV) scripts/env_beside.sh $(VENV)-trl-next trl==1.16.0
 	touch $@
 
-test-trl-next: .venv-trl-next/.installed
-	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_contract.py tests/integration/test_trl_differential.py tests/integration/test_trl_corrections.py tests/integration/test_multi_task.py tests/integration/test_ppo_trainer.py tests/integration/test_padding.py
+test-trl-next: $(VENV)-trl-next/.installed
+	$(VENV)-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_contract.py tests/integration/test_trl_differential.py tests/integration/test_trl_corrections.py tests/integration/test_multi_task.py tests/integration/test_ppo_trainer.py tests/integration/test_padding.py
 
 .venv-vllm/.installed: pyproject.toml src/async_grpo/constraints.txt scripts/vllm_cpu_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venv-vllm
@@ -210,4 +211,4 @@ test-zero3: .venv-zero3/.installed
 	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
 
 clean:
-	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-qlora .venv-triton .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-ray .venv-envs .venv-sagemaker .venv-trackers .venv-qlora .venv-triton .venv-zero3 .venv-vllm site $(VENV) $(VENV)-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
