@@ -113,9 +113,8 @@ class Tools:
             return await self._in_its_time(call, number, answer, owner)
 
     async def _in_line(self, call: Call, owner: set[int]) -> Outcome:
-        line = self._lines.setdefault(
-            getattr(call.tool, "__func__", call.tool), WaitingLine()
-        )  # of all environments one
+        tool = getattr(call.tool, "__func__", call.tool)  # of all environments one
+        line = self._lines.setdefault(tool, WaitingLine())
         number, answer, work = self._as_work(call)
         waiting = Waiting(work, partial(self._refuse, number, answer))
         line.join(waiting)
@@ -134,12 +133,11 @@ class Tools:
 
     async def _serve(self, line: WaitingLine, name: str) -> None:
         """Have threads make the calls of a line, one thread at a time, until none waits."""
-        loop = asyncio.get_running_loop()
         try:
             while len(line):
                 async with self._capacity:
-                    free = self._thread_free[line] = loop.create_future()
-                    self._threads.run(partial(_make_calls, line, loop, free), name=f"tool {name}")
+                    free = self._thread_free[line] = asyncio.get_running_loop().create_future()
+                    self._threads.run(partial(_make_calls, line, free), name=f"tool {name}")
                     await free
         except Exception as error:  # noqa: BLE001  # no thread can be started: it belongs to the calls
             line.refuse(error)
@@ -153,32 +151,22 @@ class Tools:
 
     def _as_work(self, call: Call) -> tuple[int, asyncio.Future[Outcome], Callable[[], None]]:
         """Number the call; also returns where its outcome will be, and what a thread has to do."""
-        number, loop = self._begun(call), asyncio.get_running_loop()
-        answer: asyncio.Future[Outcome] = loop.create_future()
+        number, answer = self._begun(call)
         context = contextvars.copy_context()  # a line makes calls of several groups
 
         def work() -> None:
             activity.calls_tool(number, call.name)
             outcome = context.run(_outcome, partial(self._code[call.name].call, call.tool, **call.arguments))
-            self._ended(number)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                loop.call_soon_threadsafe(_give, answer, outcome)
+            self._ended(number, answer, outcome)
 
         return number, answer, work
 
     async def _on_users_loop(self, call: Call, owner: set[int]) -> Outcome:
         with contextlib.closing(_Awaited(call.coroutine, self._users_loop())) as awaited:
             async with self._capacity:
-                number = self._begun(call)
-                loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-                def ended(outcome: Outcome) -> None:
-                    self._ended(number)
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                        loop.call_soon_threadsafe(_give, answer, outcome)
-
+                number, answer = self._begun(call)
                 activity.calls_tool(number, call.name)
-                awaited.begin(ended)
+                awaited.begin(partial(self._ended, number, answer))
                 return await self._in_its_time(call, number, answer, owner)
 
     async def _in_its_time(self, call: Call, number: int, answer: asyncio.Future[Outcome], owner: set[int]) -> Outcome:
@@ -190,13 +178,21 @@ class Tools:
             self._note_left_behind(number, owner)
 
     def _given_up(self, call: Call) -> Outcome:
-        self._say(call.name)
+        self._said[call.name] += 1
+        if self._said[call.name] == 1:
+            logger.warning(
+                "the tool {} did not return within {:g} s (--tool-timeout); its dialogue continues with an error, its "
+                "thread is left behind. More of the same are not shown",
+                call.name,
+                self._timeout_s,
+            )
         text = f"Error: {call.name} did not return within {self._timeout_s:g} s and was given up."
         return Outcome(error=ToolFailed(text))
 
-    def _ended(self, number: int) -> None:
+    def _ended(self, number: int, answer: asyncio.Future[Outcome], outcome: Outcome) -> None:
         self._running.pop(number, None)
         activity.has_called_tool(number)
+        _give_from_thread(answer, outcome)
 
     def _note_left_behind(self, number: int, owner: set[int]) -> None:
         activity.has_called_tool(number)
@@ -205,20 +201,10 @@ class Tools:
             owner.add(number)
         self._left_behind.intersection_update(self._running)
 
-    def _begun(self, call: Call) -> int:
+    def _begun(self, call: Call) -> tuple[int, asyncio.Future[Outcome]]:
         number = next(self._numbers)
         self._running[number] = call.name
-        return number
-
-    def _say(self, name: str) -> None:
-        self._said[name] += 1
-        if self._said[name] == 1:
-            logger.warning(
-                "the tool {} did not return within {:g} s (--tool-timeout); its dialogue continues with an error, its "
-                "thread is left behind. More of the same are not shown",
-                name,
-                self._timeout_s,
-            )
+        return number, asyncio.get_running_loop().create_future()
 
 
 class _Awaited:
@@ -336,10 +322,14 @@ def _give(answer: asyncio.Future[Any], outcome: Any) -> None:
         answer.set_result(outcome)
 
 
-def _make_calls(line: WaitingLine, loop: asyncio.AbstractEventLoop, free: asyncio.Future[None]) -> None:
-    line.make()
+def _give_from_thread(answer: asyncio.Future[Any], outcome: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-        loop.call_soon_threadsafe(_give, free, None)
+        answer.get_loop().call_soon_threadsafe(_give, answer, outcome)
+
+
+def _make_calls(line: WaitingLine, free: asyncio.Future[None]) -> None:
+    line.make()
+    _give_from_thread(free, None)
 
 
 def _outcome(call: Callable[[], Any]) -> Outcome:
