@@ -25,6 +25,11 @@ class Outcome:
     value: Any = None
     error: Exception | None = None
 
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
 
 def noting(noted: list[Call], name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **arguments: noted.append(Call(name, tool, arguments))
@@ -43,13 +48,7 @@ def starting(noted: list[Call], name: str, tool: Callable[..., Any]) -> Callable
 
 
 def giving(left: Iterator[Outcome]) -> Callable[..., Any]:
-    def give(**_: Any) -> Any:
-        outcome = next(left)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
-
-    return give
+    return lambda **_: next(left).result()
 
 
 def giving_later(left: Iterator[Outcome]) -> Callable[..., Any]:
@@ -71,6 +70,4 @@ class Refused(Exception):
 
 
 async def _later(outcome: Outcome) -> Any:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
+    return outcome.result()

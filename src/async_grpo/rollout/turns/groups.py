@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -58,7 +57,7 @@ class Turns(Generation):
         self._by_transcript = trl.goes_by_turns or self._harness is not None
         self._beginning = asyncio.Lock()  # environments are reset group by group
         self._copies = _Copies(trl, self._tools)
-        self._open: dict[asyncio.Task[list[GroupOutcome]], _UnderWay] = {}
+        self._open: dict[asyncio.Task[list[GroupOutcome]], tuple[Sequence[Job], int]] = {}  # jobs, and their version
 
     @property
     def most_groups(self) -> int:
@@ -73,7 +72,7 @@ class Turns(Generation):
         else:
             parts = [[*part] for _, part in groupby(jobs, lambda job: (job.sampling, job.trainer_state))]
         for part in parts:
-            self._open_task(_UnderWay(part, version))
+            self._open_task(part, version)
 
     def step(self) -> list[GroupOutcome]:
         if self._open:
@@ -108,13 +107,12 @@ class Turns(Generation):
 
     # Groups, on the event loop
 
-    def _open_task(self, started: _UnderWay) -> None:
-        self._open[self._loop.create_task(self._outcomes(started))] = started
+    def _open_task(self, jobs: Sequence[Job], version: int) -> None:
+        self._open[self._loop.create_task(self._outcomes(jobs, version))] = jobs, version
 
-    async def _outcomes(self, started: _UnderWay) -> list[GroupOutcome]:
-        jobs = started.jobs
+    async def _outcomes(self, jobs: Sequence[Job], version: int) -> list[GroupOutcome]:
         try:
-            made = await self._made(started)
+            made = await self._made(jobs, version)
         except asyncio.CancelledError:
             raise
         except BaseException as raised:  # noqa: BLE001  # of a prompt, a template, the user's code: it belongs to the job
@@ -124,18 +122,18 @@ class Turns(Generation):
             self._asks.happened.set()
         return [GroupOutcome(job=job, group=group) for job, group in zip(jobs, made, strict=True)]
 
-    async def _made(self, started: _UnderWay) -> list[GeneratedGroup]:
+    async def _made(self, jobs: Sequence[Job], version: int) -> list[GeneratedGroup]:
         if self._harness is not None:
-            return [await self._harness.play(started.jobs[0], started.version)]
+            return [await self._harness.play(jobs[0], version)]
         if self._trl.goes_by_turns:
-            return await self._copies.used(lambda copy: self._conversed(started.jobs[0], started.version, copy))
+            return await self._copies.used(lambda copy: self._conversed(jobs[0], version, copy))
         if not self.joins:
-            torch.manual_seed(started.jobs[0].seed)  # a rollout_func may sample with the worker's own model
-        return await self._copies.used(lambda copy: self._by_function(started, copy))
+            torch.manual_seed(jobs[0].seed)  # a rollout_func may sample with the worker's own model
+        return await self._copies.used(lambda copy: self._by_function(jobs, version, copy))
 
-    async def _by_function(self, started: _UnderWay, copy: _CompletionCopy) -> list[GeneratedGroup]:
+    async def _by_function(self, jobs: Sequence[Job], version: int, copy: _CompletionCopy) -> list[GeneratedGroup]:
         with self._asks.working():
-            return await self._whole.run(copy.trl, started.jobs, started.version)
+            return await self._whole.run(copy.trl, jobs, version)
 
     async def _conversed(self, job: Job, version: int, copy: _CompletionCopy) -> list[GeneratedGroup]:
         with copy.trl.view.during(job, version):
@@ -174,21 +172,13 @@ class Turns(Generation):
     def _ended(self) -> list[GroupOutcome]:
         ended: list[GroupOutcome] = []
         for task in [task for task in self._open if task.done()]:
-            started, outcomes = self._open.pop(task), task.result()
+            (jobs, version), outcomes = self._open.pop(task), task.result()
             if len(outcomes) > 1 and outcomes[0].error is not None:  # the error belongs to one of them
-                for job in started.jobs:
-                    self._open_task(_UnderWay([job], started.version))
+                for job in jobs:
+                    self._open_task([job], version)
             else:
                 ended += outcomes
         return ended
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Jobs that are generated together, or one."""
-
-    jobs: Sequence[Job]
-    version: int
 
 
 @dataclass(slots=True)
@@ -260,7 +250,7 @@ class Threads:
                 end = partial(ended.set_result, work())
             except BaseException as raised:  # noqa: BLE001  # of the user's code: it belongs to the job
                 end = partial(ended.set_exception, as_exception(raised))
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+            with suppress(RuntimeError):  # the loop is closed: the worker has ended
                 loop.call_soon_threadsafe(lambda: ended.done() or end())
 
         self._threads.run(in_thread, name)
