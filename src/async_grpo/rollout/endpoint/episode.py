@@ -61,7 +61,6 @@ class Episode:
         self._answering: asyncio.Task[Answer] | None = None
         self._history: list[Message] = []  # that the next request has to begin with
         self._tools: Sequence[Any] = ()  # of all requests
-        self._said: Message = {}  # the newest, for the template
         self._active = time.monotonic()
 
     @property
@@ -85,7 +84,12 @@ class Episode:
                 self._answering.add_done_callback(self._note)
             self.lost = False
             assert self._answering is not None
-            return await self._answered(self._answering)
+            try:
+                return await asyncio.shield(self._answering)
+            except asyncio.CancelledError:
+                if self._answering.cancelled():
+                    raise no_episode(self.cause) from None
+                raise
 
     async def close(self) -> None:
         """Drop what is still asked."""
@@ -126,24 +130,22 @@ class Episode:
         said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{turns}")
         self._record(request, read, turn)
         self.messages.append(said.for_template)
-        self._said = said.for_template
         self._history = [*request.messages, read_message(said.for_client)]
         ended = "tool_calls" if "tool_calls" in said.for_client else "stop"
         is_cut = len(ids) == most and not self._chat.has_ended(ids)
+        texts = self._chat.texts(ids) if request.logprobs else [""] * len(ids)
         return Answer(
             message=said.for_client,
             finish_reason="length" if is_cut else ended,
             prompt_tokens=len(prompt),
-            tokens=list(
-                zip(self._chat.texts(ids) if request.logprobs else [""] * len(ids), turn.logprobs, strict=True)
-            ),
+            tokens=list(zip(texts, turn.logprobs, strict=True)),
         )
 
     def _read_of(self, request: Request) -> list[int]:
         """What the model reads before it answers: the prompt, or what is new in a later turn."""
         if not self.transcript.turns:
             return self._chat.prompt(request.messages, request.tools)
-        return self._chat.after(self._said, self._new(request), self.transcript.tokens.ids[-1])
+        return self._chat.after(self.messages[-1], self._new(request), self.transcript.tokens.ids[-1])
 
     def _new(self, request: Request) -> Sequence[Message]:
         """The messages that come after the last answer, for the template."""
@@ -183,14 +185,6 @@ class Episode:
             self._tools = request.tools
             self.transcript = Transcript(read)
         self.transcript.write(turn)
-
-    async def _answered(self, answering: asyncio.Task[Answer]) -> Answer:
-        try:
-            return await asyncio.shield(answering)
-        except asyncio.CancelledError:
-            if answering.cancelled():
-                raise no_episode(self.cause) from None
-            raise
 
 
 def _are_alike(message: Message, earlier: Message) -> bool:

@@ -266,9 +266,8 @@ class Agents:
     def start(self, prompt: Any, endpoint: Endpoint) -> asyncio.Future[Outcome]:
         """What the call comes to. To cancel it ends an async call; a thread is left behind."""
         if self._is_async:
-            return asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(self._awaited(prompt, endpoint), self._own_loop())
-            )
+            awaited = asyncio.run_coroutine_threadsafe(self._awaited(prompt, endpoint), self._own_loop())
+            return asyncio.wrap_future(awaited)
         return asyncio.ensure_future(self._in_thread(prompt, endpoint))
 
     def check(self, timeout_s: float) -> None:
@@ -285,7 +284,10 @@ class Agents:
 
         def work() -> Outcome:
             try:
-                return self._called(prompt, endpoint)
+                with refusing_signals():
+                    return Outcome(self._agent(prompt, endpoint))
+            except BaseException as error:  # noqa: BLE001  # of the user's code: it belongs to the episode
+                return Outcome(error=as_exception(error))
             finally:
                 self._running.discard(number)
 
@@ -295,13 +297,6 @@ class Agents:
             return await self._threads.run(work, name="agent")
         finally:
             self._waited_for.discard(number)
-
-    def _called(self, prompt: Any, endpoint: Endpoint) -> Outcome:
-        try:
-            with refusing_signals():
-                return Outcome(self._agent(prompt, endpoint))
-        except BaseException as error:  # noqa: BLE001  # of the user's code: it belongs to the episode
-            return Outcome(error=as_exception(error))
 
     async def _awaited(self, prompt: Any, endpoint: Endpoint) -> Outcome:
         try:
