@@ -87,15 +87,6 @@ class RolloutTrainer:
         UnsupportedError: `use_vllm` was set after the trainer was built.
     """
 
-    _of_users: set[str]  # methods of TRL's that the user's code replaces
-    _changes: SamplingChanges
-    _config: Any  # `generation_config` of the trainer as it was built
-    _turns_of_users: bool  # `_generate_single_turn` is one of them
-    _prompts_of_users: bool  # `_tokenize_prompts` is
-    _numberless: Numberless
-    _held: HeldData
-    tools: defaultdict[str, UserCode]  # by name
-
     def __init__(self, trainer: GRPOTrainer, states: StateReader | None = None, wait: Wait | None = None) -> None:
         if engine_inside(trainer.model) is not None:  # Unsloth has set it; this worker feeds the engine
             trainer.args.use_vllm = trainer.use_vllm = False
@@ -104,16 +95,16 @@ class RolloutTrainer:
         let_threads_share_tokenizers()  # prompts are encoded while rewards are computed
         trainer.model.eval()  # no dropout while sampling
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
-        self._of_users = replaced_by_user(trainer)
+        self._of_users = replaced_by_user(trainer)  # methods of TRL's that the user's code replaces
         self._turns_of_users = "_generate_single_turn" in self._of_users
         self._prompts_of_users = "_tokenize_prompts" in self._of_users
         if self._turns_of_users:
             trainer.__class__ = _sampling_below(type(trainer), class_of_trl(trainer))
         self.trainer: Any = trainer
         self.view = TrainerView(trainer, states, wait)
-        self._changes, self._config = SamplingChanges(trainer), getattr(trainer, "generation_config", None)
+        self._changes, self._config = SamplingChanges(trainer), getattr(trainer, "generation_config", None)  # as built
         self.data_has_images = has_images(trainer)
-        self.tools = defaultdict(lambda: UserCode("the tools"))
+        self.tools: defaultdict[str, UserCode] = defaultdict(lambda: UserCode("the tools"))  # by name
         self._numberless, self._held = Numberless(), HeldData()
         self._is_guided = guidance_of(trainer) is not None
 

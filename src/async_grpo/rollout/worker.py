@@ -152,7 +152,11 @@ class Worker:
                 self._start()
                 for group in self._step():
                     self._scoring.start(group, alone=self._started[group.job.seq].claim.attempt > 0)
-                self._publish_scored()
+                idle = not self._sampling and self._scoring.busy  # then it waits a moment for scores
+                if idle:
+                    activity.doing(SCORING)
+                for outcome in self._scoring.finished(SCORING_WAKE_S if idle else 0):
+                    self._publish(outcome)
                 busy = self._sampling or self._scoring.busy
                 reminder = None if busy else self._wait(reminder)
         finally:
@@ -265,14 +269,6 @@ class Worker:
         return [outcome.group for outcome in ended if outcome.group is not None]
 
     # Jobs that are done, and jobs that failed
-
-    def _publish_scored(self) -> None:
-        """Publish what is scored by now; a worker with nothing else to do waits a moment for it."""
-        idle = not self._sampling and self._scoring.busy
-        if idle:
-            activity.doing(SCORING)
-        for outcome in self._scoring.finished(SCORING_WAKE_S if idle else 0):
-            self._publish(outcome)
 
     def _publish(self, outcome: GroupOutcome) -> None:
         """Hand a scored group back, or its job where scoring failed."""
