@@ -43,9 +43,11 @@ def checked(args: argparse.Namespace, sampled_with: Sequence[str]) -> tuple[argp
     """
     from async_grpo.setup.setup_file import check_setup_file
 
-    begun = options.run_to_resume(args)
-    if begun is not None:
-        args = _recalled(args, begun, sampled_with)
+    if (begun := options.run_to_resume(args)) is not None:
+        found = recall(begun, options.given(args), sampled_with)
+        for change in found.changes:
+            print(printable(f"resuming the run in {args.run_dir}: {change}"))
+        args = argparse.Namespace(**{**vars(args), **found.options})
     args.config = setup_file(args.config)
     check_setup_file(args.config)
     if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
@@ -84,14 +86,6 @@ def refuse_other_values(args: argparse.Namespace, state: RunState) -> None:
         f"The run in {args.run_dir} was begun {begun}, and its answers are used again. "
         "Give the same values with --resume, or choose another --run-dir."
     )
-
-
-def _recalled(args: argparse.Namespace, state: RunState, sampled_with: Sequence[str]) -> argparse.Namespace:
-    """With `--resume`, how answers are sampled is as the run was begun, where the command line says nothing."""
-    found = recall(state, options.given(args), sampled_with)
-    for change in found.changes:
-        print(printable(f"resuming the run in {args.run_dir}: {change}"))
-    return argparse.Namespace(**{**vars(args), **found.options})
 
 
 def _absolute(model: str) -> str:

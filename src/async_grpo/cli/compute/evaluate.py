@@ -132,11 +132,8 @@ def _legend(one: Evaluated) -> str:
 
 def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str], sampled_with: str = "") -> None:
     if not figures:
-        print(
-            printable(
-                f"{title}: no problem could be answered. The first reason: {next(iter(failed.values()), 'unknown')}"
-            )
-        )
+        reason = next(iter(failed.values()), "unknown")
+        print(printable(f"{title}: no problem could be answered. The first reason: {reason}"))
         return
     problems = next(iter(figures.values())).problems
     lacking = f", {len(failed)} more could not be answered" if failed else ""
