@@ -277,8 +277,7 @@ def transformers_config(trainer: GRPOTrainer) -> GenerationConfig:
 def _of_transformers(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, Any]]:
     given: dict[str, Any] = trainer.args.generation_kwargs or {}
     config = transformers_config(trainer)
-    unknown = sorted(set(given) - set(vars(type(config)())))
-    if unknown:
+    if unknown := sorted(set(given) - set(vars(type(config)()))):
         raise UnsupportedError(
             f"generation_kwargs has {unknown[0]!r}, which transformers does not know, so it would be ignored. Remove "
             "it, or take --generator vllm if it is vLLM's."

@@ -134,7 +134,13 @@ def load_trainer(
     check_set(trainer, {name: text for name, text in (config_values or {}).items() if name not in changed_by_us}, made)
     repair_trl()
     bound_downloads()
-    _override(trainer, steps, seed)
+    if steps is not None:
+        trainer.args.max_steps = steps
+    if seed is not None:
+        from transformers import set_seed
+
+        trainer.args.seed = seed
+        set_seed(seed)
     return trainer
 
 
@@ -198,16 +204,6 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # of all devices
-
-
-def _override(trainer: GRPOTrainer, steps: int | None, seed: int | None) -> None:
-    if steps is not None:
-        trainer.args.max_steps = steps
-    if seed is not None:
-        from transformers import set_seed
-
-        trainer.args.seed = seed
-        set_seed(seed)
 
 
 def _run_file(path: Path) -> ModuleType:
