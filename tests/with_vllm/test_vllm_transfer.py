@@ -153,14 +153,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "feed_vllm.py"
 DEADLINE_S = 300
 
 
-def feed(model: Path, url: str) -> list[str]:
-    """What the server says after each version."""
-    command = [sys.executable, str(EXAMPLE), str(model), url]
-    done = subprocess.run(command, cwd=model.parent, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line.rpartition(" says ")[2] for line in done.stdout.splitlines() if line.startswith("version ")]
-
-
 def test_a_server_with_tensor_parallelism_is_fed(tmp_path: Path) -> None:
     model, tokenizer = tmp_path / "model", qwen3_1m.build_tokenizer()
     qwen3_1m.build_model(tokenizer).save_pretrained(model)
@@ -172,7 +164,10 @@ def test_a_server_with_tensor_parallelism_is_fed(tmp_path: Path) -> None:
         by_a_page = {"Origin": "http://evil.example"}
         answer = requests.post(f"{server.base_url}/reset_prefix_cache", headers=by_a_page, timeout=DEADLINE_S)
         assert answer.status_code == 403, "vLLM answers every page of the web"
-        said = feed(model, server.base_url)
+        command = [sys.executable, str(EXAMPLE), str(model), server.base_url]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 0, done.stderr
+        said = [line.rpartition(" says ")[2] for line in done.stdout.splitlines() if line.startswith("version ")]
         assert len(said) == 5
         assert len(set(said)) > 1, "no update changed anything"
     assert not server.running

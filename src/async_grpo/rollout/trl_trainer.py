@@ -69,7 +69,7 @@ def _naming_what_gave_no_numbers(functions: Sequence[str]) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raised_in = extract_tb(error.__traceback__)[-1].filename
-        if not raised_in.endswith("grpo_trainer.py") or "reward function" in str(error):
+        if not raised_in.endswith("trl/trainer/grpo_trainer.py") or "reward function" in str(error):
             raise
         raise TypeError(
             f"{error}. A reward function returns a list with one number, or None, for each completion; one of "

@@ -11,4 +11,4 @@ if b"\0worker\0" in Path("/proc/self/cmdline").read_bytes():  # with `-n 0` all 
 def get_trainer():
     import time
 
-    time.sleep(60)  # the server loads longer than the test takes
+    time.sleep(600)  # the server loads longer than the test takes

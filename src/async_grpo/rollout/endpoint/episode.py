@@ -73,7 +73,7 @@ class Episode:
         """The answer, or the same again for a client that has lost it: another would be a second sample to choose from.
 
         Raises:
-            Refusal: with what is wrong with the request.
+            RequestRefusal: with what is wrong with the request.
         """
         async with self._one_at_a_time:
             if self._answering is not None:  # the client of the one before may have gone
