@@ -27,8 +27,7 @@ def files_by_task(files: Files) -> dict[str, list[Path]]:
         files = _parsed(files)
     if isinstance(files, Mapping):
         named = [(_name(task), path) for task, paths in files.items() for path in _paths(paths, f"of task {task!r}")]
-        empty = [task for task in files if task not in dict(named)]
-        if empty:
+        if empty := [task for task in files if task not in dict(named)]:
             raise UsageError(f"Task {empty[0]!r} has no file.")
     else:
         named = [(path.stem.partition("__")[0], path) for path in _paths(files, "of the data")]
@@ -44,7 +43,10 @@ def _paths(given: Any, whose: str) -> list[Path]:
     paths = [given] if isinstance(given, (str, Path)) else given
     if not isinstance(paths, Sequence) or not all(isinstance(path, (str, Path)) and str(path) for path in paths):
         raise UsageError(f"The files {whose} must be a path or a list of paths, got {cut(repr(given))}.")
-    return [Path(path).expanduser() for path in paths]
+    try:
+        return [Path(path).expanduser() for path in paths]
+    except (RuntimeError, ValueError) as error:  # ~nobody, a zero byte
+        raise UsageError(f"The files {whose} cannot be found: {error}.") from None
 
 
 def _name(task: Any) -> str:
@@ -58,8 +60,7 @@ class _Once(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(str(key.value) for key, _ in node.value)
-        twice = [key for key, count in keys.items() if count > 1]
-        if twice:
+        if twice := [key for key, count in keys.items() if count > 1]:
             raise UsageError(f"Task {twice[0]!r} is there twice. Give it a list of files.")
         return super().construct_mapping(node, deep)
 
@@ -72,9 +73,8 @@ def _parsed(text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"The files cannot be read as YAML: {cut(text)} ({cut(str(error).splitlines()[0])})") from None
     if isinstance(found, dict) and None in found.values():
-        raise UsageError(
-            f"{cut(text)} has a task without a file. YAML needs a space after the colon: {{math: a.parquet}}."
-        )
+        what = f"{cut(text)} has a task without a file"
+        raise UsageError(f"{what}. YAML needs a space after the colon: {{math: a.parquet}}.")
     return found
 
 

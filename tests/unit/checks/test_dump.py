@@ -174,7 +174,7 @@ def test_another_rank_of_the_server_is_known_by_its_open_file(root: Path) -> Non
 def test_a_call_that_keeps_the_interpreters_lock_is_named_by_the_handler_of_c(root: Path) -> None:
     with started(RANK, RunDir(root).stacks("rank1"), "matches_for_ever") as process:
         [found] = run_processes(RunDir(root))
-        assert "in matches_for_ever" in stacks_of(found, timeout_s=4)
+        assert "in matches_for_ever" in stacks_of(found, timeout_s=10)
         assert process.poll() is None
 
 

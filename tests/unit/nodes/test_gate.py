@@ -224,7 +224,7 @@ def test_a_node_that_cannot_begin_ends_the_start(run: RunDir, server: ServerQueu
 
 def test_a_gate_that_has_nobody_left_ends(run: RunDir, server: ServerQueue, warnings: list[str]) -> None:
     cluster = FakeCluster("gpu2")
-    gate, _ = a_gate(run, cluster, nodes=2, here=0)
+    gate, _ = a_gate(run, cluster, nodes=2, here=0, node_wait=2.0)
     dying = FakeActor()
 
     def make(name: str) -> FakeActor:

@@ -16,7 +16,7 @@ import pytest
 
 from async_grpo.rewards import with_deadline
 
-LIMIT_S = 2.0
+LIMIT_S = 5.0
 
 
 @with_deadline(seconds=LIMIT_S, late=-1.0)

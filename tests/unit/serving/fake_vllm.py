@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     unfinished = started.with_suffix(".new")
     unfinished.write_text(json.dumps({"arguments": arguments, "child": child.pid}))
-    unfinished.rename(started)
     print("Loading the weights", flush=True)
+    unfinished.rename(started)
     if behaviour.get("says"):
         child.kill()
         sys.exit(behaviour["says"])

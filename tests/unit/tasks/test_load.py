@@ -253,7 +253,7 @@ def test_a_cell_is_what_it_says_or_refused(
             (loaded,) = truths(path)
         except UsageError as error:
             assert str(error).startswith("a.parquet, row 1: ")
-            assert expected is None or "holds what JSON has not" in str(error)
+            assert expected is None or "what JSON has not" in str(error) or "keys that are texts" in str(error)
         else:
             assert expected is not None
-            assert repr(loaded) == repr(expected) or loaded == expected
+            assert repr(loaded) == repr(expected) or loaded == json.loads(json.dumps(expected))

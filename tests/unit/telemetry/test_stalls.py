@@ -119,7 +119,7 @@ def test_the_thread_looks_by_itself(tmp_path: Path, warnings: list[str]) -> None
         wait_until(lambda: warnings or None, what="a warning", timeout_s=60, poll_s=0.01)
     finally:
         warning.close()
-    assert warnings[0].startswith("no progress for 0.")
+    assert warnings[0].startswith("no progress for ")
 
 
 def test_a_state_without_jobs_and_one_with_jobs_of_another_phase() -> None:

@@ -64,7 +64,7 @@ def test_machines_that_are_alike_get_the_run_of_machine_0(here: TrainerMachine) 
         (2, {"versions": {}}, WAIT_S, "Machine 1 (gpu1) has torch (not installed)"),
         (2, {"setup": "abd"}, WAIT_S, "Machine 1 (gpu1) has another setup file than machine 0"),
         (2, {"ranks": [2, 2, "FSDP", 2]}, WAIT_S, "Machine 1 (gpu1) has another accelerate configuration than"),
-        (4, {}, 0.5, "of --machine-rank 2, 3 nothing was heard within 0.5 s (--node-wait)"),
+        (4, {}, 2.0, "of --machine-rank 2, 3 nothing was heard within 2 s (--node-wait)"),
     ],
 )
 def test_who_is_missing_or_differs_is_named_on_every_machine(

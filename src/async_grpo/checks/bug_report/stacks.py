@@ -30,7 +30,7 @@ from async_grpo.setup.process import STACKS_SIGNAL, STACKS_THREAD
 
 ANSWER_S = 10.0  # a process answers in milliseconds, on a busy machine in seconds, or is stopped or in the kernel
 _POLL_S = 0.02
-_QUIET_S = 0.2  # without another line for this long, the writer has ended
+_QUIET_S = 0.5  # without another line for this long, the writer has ended
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the system call that signals a thread; older C libraries have no function
 
 
