@@ -86,8 +86,7 @@ def test_a_server_of_two_processes_killed_in_the_middle_costs_no_group(tmp_path:
     env = {"TEST_LORA": "1", "TEST_TOKENS": "48", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with command("train", SETUP, *options, "--set", "vllm_tensor_parallel_size=2", cwd=tmp_path, **env) as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 2, "two steps")
-        worker = run.worker(1)
-        server = server_of(worker)
+        server = server_of(run.worker(1))
         assert server is not None
         family = [server, *server.children(recursive=True)]
         run.wait_until(lambda: list((run_dir / "queue").glob("*_processing_by_dev1.*")), "a job of worker 1")
