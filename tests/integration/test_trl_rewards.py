@@ -219,7 +219,7 @@ def test_a_reward_that_gives_no_numbers_is_named(tmp_path: Path, returned: Any) 
         return returned
 
     worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=[letters, praise]))
-    with pytest.raises(TypeError, match=r"\. A reward function returns a list .* one of letters, praise did not\.$"):
+    with pytest.raises(TypeError, match=r"\. A reward function returns a list .* letters or praise did not\.$"):
         worker.trl.score(worker.generate(jobs_of(plain_rows(1))))
 
 

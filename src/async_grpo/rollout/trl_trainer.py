@@ -72,8 +72,8 @@ def _naming_what_gave_no_numbers(functions: Sequence[str]) -> Iterator[None]:
         if not raised_in.endswith("trl/trainer/grpo_trainer.py") or "reward function" in str(error):
             raise
         raise TypeError(
-            f"{error}. A reward function returns a list with one number, or None, for each completion; one of "
-            f"{', '.join(functions)} did not."
+            f"{error}. A reward function returns a list with one number, or None, for each completion; "
+            f"{' or '.join(functions)} did not."
         ) from error
 
 
