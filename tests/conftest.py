@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -45,35 +44,22 @@ def signals_of_this_test() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What is logged, from INFO on."""
-    with _logged("INFO") as lines:
+def logged_from(level: str) -> Any:
+    """A fixture: the lines that are logged from this level on."""
+
+    @pytest.fixture
+    def logged() -> Iterator[list[str]]:
+        from async_grpo.log import logger
+
+        lines: list[str] = []
+        sink = logger.add(lambda message: lines.append(message.record["message"]), level=level)
         yield lines
+        logger.remove(sink)
+
+    return logged
 
 
-@pytest.fixture
-def decisions() -> Iterator[list[str]]:
-    """What is logged, from DEBUG on."""
-    with _logged("DEBUG") as lines:
-        yield lines
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    """What is logged, from WARNING on."""
-    with _logged("WARNING") as lines:
-        yield lines
-
-
-@contextmanager
-def _logged(level: str) -> Iterator[list[str]]:
-    from async_grpo.log import logger
-
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level=level)
-    yield lines
-    logger.remove(sink)
+decisions, messages, warnings = (logged_from(level) for level in ("DEBUG", "INFO", "WARNING"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
