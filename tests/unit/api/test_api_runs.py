@@ -40,13 +40,6 @@ state = prepare(run_dir, RunPlan(config=Path(sys.argv[2])))
 """
 
 
-@pytest.fixture
-def setup_file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_trainer.py"
-    path.write_text("def get_trainer(): ...")
-    return path
-
-
 @pytest.mark.parametrize("run_dir", ["\0", b"worker", "\ud800", os.fsdecode(b"w\xff"), None, 3, "~no-such-user-here/x"])
 def test_a_run_directory_that_cannot_be_is_refused(run_dir: Any, setup_file: Path) -> None:
     with pytest.raises(UsageError, match=r"run_dir=.* cannot be: "):

@@ -63,13 +63,6 @@ def run_command(*arguments: str, cwd: Path, stdout: Any) -> subprocess.Completed
 
 
 @pytest.fixture
-def setup_file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_trainer.py"
-    path.write_text("def get_trainer(): ...")
-    return path
-
-
-@pytest.fixture
 def closed_pipe() -> Iterator[int]:
     """A pipe to a reader that has read enough."""
     read, write = os.pipe()

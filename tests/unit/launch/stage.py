@@ -32,11 +32,18 @@ with (HERE / ("starts_" + ROLE)).open("a") as file:
 def state():
     return json.loads((RUN / "run.json").read_text())["state"]
 
-def end_run(as_state):
+def end_run(as_state, step=3):
     data = json.loads((RUN / "run.json").read_text())
     new = RUN / "run.json.new"
-    new.write_text(json.dumps({{**data, "state": as_state, "step": 3}}))
+    new.write_text(json.dumps({{**data, "state": as_state, "step": step}}))
     new.replace(RUN / "run.json")
+
+def stop_when_asked(first=lambda: None, step=3):
+    def stop(*_):
+        first()
+        end_run("stopped", step)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
 
 def until(condition):
     while not condition():

@@ -128,14 +128,12 @@ def test_the_server_has_the_whole_stop_grace_and_deaf_workers_are_not_waited_for
     monkeypatch.setattr(launcher, "STOP_GRACE_S", 0.1)
     stage.children_are(
         server="""
-            def stop(*_):
+            def others_have_ended():
                 for role in ("worker1", "worker2"):
                     pid = json.loads((HERE / ("starts_" + role)).read_text())[0]
                     until(lambda: not Path(f"/proc/{pid}").exists())
                 (RUN / "checkpoint").touch()
-                end_run("stopped")
-                sys.exit(0)
-            signal.signal(signal.SIGTERM, stop)
+            stop_when_asked(others_have_ended)
             (RUN / "consumed.jsonl").touch()
             until(lambda: all((HERE / ("deafworker" + number)).exists() for number in "12"))
             os.kill(os.getppid(), signal.SIGINT)

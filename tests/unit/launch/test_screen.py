@@ -234,10 +234,7 @@ def terminal(*command: str, cwd: Path) -> Iterator[PseudoTerminal]:
 def test_ctrl_c_leaves_a_clean_terminal(stage: Stage) -> None:
     stage.children_are(
         server="""
-            def stop(*_):
-                end_run("stopped")
-                sys.exit(0)
-            signal.signal(signal.SIGTERM, stop)
+            stop_when_asked()
             (RUN / "consumed.jsonl").touch()
             until(lambda: False)
         """,

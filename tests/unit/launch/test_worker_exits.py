@@ -63,11 +63,7 @@ def test_a_worker_that_dies_at_the_end_is_in_the_summary(stage: Stage) -> None:
 def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and_a_checkpoint(stage: Stage) -> None:
     stage.children_are(
         server="""
-            def stop(*_):
-                (RUN / "checkpoint").touch()
-                end_run("stopped")
-                sys.exit(0)
-            signal.signal(signal.SIGTERM, stop)
+            stop_when_asked((RUN / "checkpoint").touch)
             (HERE / "ready").touch()
             until(lambda: False)
         """,
@@ -91,11 +87,7 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and
 def test_a_refusal_before_training_is_told_to_start_again(stage: Stage) -> None:
     stage.children_are(
         server="""
-            def stop(*_):
-                data = json.loads((RUN / "run.json").read_text())
-                (RUN / "run.json").write_text(json.dumps({**data, "state": "stopped"}))
-                sys.exit(0)
-            signal.signal(signal.SIGTERM, stop)
+            stop_when_asked(step=0)
             (HERE / "ready").touch()
             until(lambda: False)
         """,
