@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.audit import Audit, Group, audit
 from async_grpo.archive.checkpoint_folders import save
 from async_grpo.archive.rollout_state import FILE_NAME, RolloutState, pack_consumed
@@ -24,6 +23,8 @@ from async_grpo.rundir.paths import RunDir, RunState
 from kit.archived_run import RUN, ArchivedRun, save_checkpoint
 from kit.groups import make_group, make_job
 from kit.plans import planned
+
+MANY = 600  # more than a server has open at a time
 
 
 class FakeRun(ArchivedRun):
@@ -62,7 +63,7 @@ class FakeRun(ArchivedRun):
         state = RolloutState(
             run_id=RUN,
             step=step,
-            next_seq=99,
+            next_seq=MANY,
             rounds=step,
             unusable=list(unusable),
             consumed_below=below,
@@ -239,6 +240,8 @@ SOUND: dict[str, Callable[[FakeRun], object]] = {
     "dropped": lambda run: (run.line(dropped=8), run.group(8)),
     "taken, not trained on": lambda run: run.group(8),
     "second result": _second_result,
+    # The record has a line for each batch, not for each step.
+    "a checkpoint between two steps on one batch": lambda run: run.checkpoint(4, [0, 1, 2, 3, 4, 5]),
     "foreign names": lambda run: (run.root / "queue" / "notes.txt").write_text("mine"),
 }
 
@@ -329,12 +332,6 @@ def _write(path: Path, data: bytes) -> Path:
     return path
 
 
-def test_a_checkpoint_between_two_steps_on_one_batch_is_no_anomaly(run: FakeRun) -> None:
-    """The record has a line for each batch, not for each step."""
-    run.checkpoint(4, [0, 1, 2, 3, 4, 5])
-    assert run.audit().anomalies == []
-
-
 # --- What the audit says of turn rewards: ------------------------------------------------------------------------
 
 
@@ -348,10 +345,6 @@ def turns(counts: list[int], rewards: list[float], mask: list[int] | None = None
         "turn_counts": np.array(counts, np.int32),
         "turn_rewards": np.array(rewards, np.float32),
     }
-
-
-def judged(run: ArchivedRun) -> Audit:
-    return audit(run.root, sleep=lambda seconds: None)
 
 
 def test_the_figures_of_turn_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,7 +368,7 @@ def test_a_run_without_turn_rewards_says_nothing_of_them(tmp_path: Path, capsys:
     run.use(1, [0])
     assert main(["audit", str(run.root)]) == 0
     assert "turn rewards" not in capsys.readouterr().out
-    assert judged(run).as_json()["turn_rewards"] is None
+    assert audit(run.root).as_json()["turn_rewards"] is None
 
 
 @pytest.mark.parametrize(
@@ -385,56 +378,44 @@ def test_a_run_without_turn_rewards_says_nothing_of_them(tmp_path: Path, capsys:
         ([1, 2], [0, 0, 0], [1, 1, 0, 1], "completion 1 has 2 turn rewards, and its tokens have 1 turn"),
         ([2, 1], [0, 0, 0], None, "completion 0 has 2 turn rewards, and its tokens have 1 turn"),
         ([0, 1], [0], [0, 1, 1, 1], "completion 0 has no turn rewards, and its tokens have 1 turn"),
+        ([0, 1], [1], [0, 0, 0, 1], None),  # an environment alone wrote completion 0
     ],
 )
 def test_as_many_turn_rewards_as_turns(
-    counts: list[int], rewards: list[float], mask: list[int] | None, found: str, tmp_path: Path
+    counts: list[int], rewards: list[float], mask: list[int] | None, found: str | None, tmp_path: Path
 ) -> None:
     run = ArchivedRun(tmp_path)
     run.use(1, [0], **turns([1, 1], [0, 0]))
     run.use(2, [1], **turns(counts, rewards, mask))
-    assert judged(run).anomalies == [f"Group 1: {found}."]
-
-
-def test_a_completion_of_an_environment_alone_has_no_turn(tmp_path: Path) -> None:
-    run = ArchivedRun(tmp_path)
-    run.use(1, [0], **turns([0, 1], [1], mask=[0, 0, 0, 1]))
-    assert judged(run).anomalies == []
+    assert audit(run.root).anomalies == ([f"Group 1: {found}."] if found else [])
 
 
 # --- What the audit concludes from checkpoints: ------------------------------------------------------------------
 
-MANY = 600  # more than a server has open at a time
-
 
 @pytest.fixture
-def trimmed(tmp_path: Path) -> ArchivedRun:
+def trimmed(tmp_path: Path) -> FakeRun:
     """Step 1 used `MANY` groups, which its checkpoint has, and whose files were trimmed; group 0 came in later."""
-    trimmed = ArchivedRun(tmp_path)
+    trimmed = FakeRun(tmp_path)
     trimmed.line(step=1, version_used=0, seqs=list(range(1, MANY)), policy_versions=[0] * (MANY - 1))
-    state = RolloutState(
-        run_id=RUN, step=1, next_seq=MANY, rounds=1, unusable=[], consumed_below=0, consumed=list(range(1, MANY))
-    )
-    (folder := tmp_path / "outputs" / "checkpoint-1").mkdir(parents=True)
-    checkpoint_folders.save(folder, state)
-    trimmed.run.update_state(output_dir=str(folder.parent))
+    trimmed.checkpoint(1, list(range(1, MANY)))
     trimmed.use(2, [0])
     return trimmed
 
 
-def test_a_group_that_was_open_when_later_ones_were_trimmed_may_be_any_number_older(trimmed: ArchivedRun) -> None:
+def test_a_group_that_was_open_when_later_ones_were_trimmed_may_be_any_number_older(trimmed: FakeRun) -> None:
     report = audit(trimmed.root)
     assert report.anomalies == []
     assert report.trimmed == MANY - 1
 
 
-def test_what_is_gone_while_an_older_group_of_its_batch_is_there_was_not_trimmed(trimmed: ArchivedRun) -> None:
+def test_what_is_gone_while_an_older_group_of_its_batch_is_there_was_not_trimmed(trimmed: FakeRun) -> None:
     trimmed.group(300)
     assert audit(trimmed.root).anomalies[0] == "Group 301 was used by step 1, but its file has vanished."
 
 
 @pytest.mark.parametrize("folder", ["queue", "done", "quarantine"])
-def test_a_link_in_the_place_of_a_folder_is_named(trimmed: ArchivedRun, folder: str) -> None:
+def test_a_link_in_the_place_of_a_folder_is_named(trimmed: FakeRun, folder: str) -> None:
     (trimmed.root / folder).rename(trimmed.root / "elsewhere")
     (trimmed.root / folder).symlink_to("elsewhere")
     with pytest.raises(BadFileError, match=rf"{trimmed.root / folder} is not a directory"):
@@ -443,9 +424,9 @@ def test_a_link_in_the_place_of_a_folder_is_named(trimmed: ArchivedRun, folder: 
 
 @pytest.mark.parametrize(("run_id", "is_told"), [(RUN, True), ("another", False)])
 def test_a_state_that_cannot_be_read_is_told_unless_it_says_that_it_is_anothers(
-    trimmed: ArchivedRun, run_id: str, is_told: bool, tmp_path: Path
+    trimmed: FakeRun, run_id: str, is_told: bool, tmp_path: Path
 ) -> None:
-    path = save_checkpoint(tmp_path / "outputs", run_id, 7) / FILE_NAME
+    path = save_checkpoint(trimmed.output_dir, run_id, 7) / FILE_NAME
     path.write_text(path.read_text().replace('"step": 7', '"step": "7"'))
     told = [text for text in audit(trimmed.root).anomalies if "cannot be used: step is" in text]
     assert len(told) == is_told

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,18 +40,14 @@ def worker(root: Path, name: str = "dev1", state: str = LOADING) -> Activity:
     return writer
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> SimpleNamespace:
-    """A clock for these modules, which `now` is set of."""
-    clock = SimpleNamespace(now=1000.0)
-    time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
-    for module in modules:
-        monkeypatch.setattr(module, "time", time)
-    return clock
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    return set_clock(monkeypatch, activity_module, stalls)
+    """A clock that shows `now`."""
+    clock = SimpleNamespace(now=1000.0)
+    time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+    for module in (activity_module, stalls):
+        monkeypatch.setattr(module, "time", time)
+    return clock
 
 
 def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
@@ -261,25 +257,20 @@ def test_a_restarted_worker_goes_on_counting(tmp_path: Path) -> None:
 # --- What a process says of itself -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    return set_clock(monkeypatch, activity_module)
-
-
 def seen(root: Path) -> ActivityRecord:
     return read_activity(activity_file(root, "dev1"))
 
 
 def test_a_change_of_state_and_a_new_job_are_seen_at_once_and_the_rest_with_them(
-    tmp_path: Path, ticks: SimpleNamespace
+    tmp_path: Path, clock: SimpleNamespace
 ) -> None:
     writer = worker(tmp_path)
     assert (seen(tmp_path).name, seen(tmp_path).pid, seen(tmp_path).state) == ("dev1", os.getpid(), LOADING)
-    ticks.now += 5
+    clock.now += 5
     writer.has_jobs([7, 8], GENERATING)
     assert [job.seq for job in seen(tmp_path).jobs] == [7, 8]
     writer.doing(GENERATING, version=3)
-    ticks.now += 2
+    clock.now += 2
     writer.has_jobs([7], SCORING)
     assert [job.phase for job in seen(tmp_path).jobs] == [GENERATING, GENERATING]
     writer.no_longer_has(8, done=True)
@@ -291,19 +282,19 @@ def test_a_change_of_state_and_a_new_job_are_seen_at_once_and_the_rest_with_them
     assert record.spent(1008.0)[SCORING] == 1.0
 
 
-def test_shares_are_those_of_the_last_minute(tmp_path: Path, ticks: SimpleNamespace) -> None:
+def test_shares_are_those_of_the_last_minute(tmp_path: Path, clock: SimpleNamespace) -> None:
     writer = worker(tmp_path)
-    assert seen(tmp_path).share_of_last_minute([LOADING], ticks.now) is None, "it has only just begun"
+    assert seen(tmp_path).share_of_last_minute([LOADING], clock.now) is None, "it has only just begun"
     for _ in range(60):  # ten minutes of work
         writer.doing(GENERATING)
-        ticks.now += 10
+        clock.now += 10
         writer.flush()
     writer.waits("jobs")
     for _ in range(3):
-        ticks.now += 10
+        clock.now += 10
         writer.flush()
-    assert seen(tmp_path).share_of_last_minute([GENERATING], ticks.now) == pytest.approx(0.5)
-    assert seen(tmp_path).share_of_last_minute([WAITING], ticks.now) == pytest.approx(0.5)
+    assert seen(tmp_path).share_of_last_minute([GENERATING], clock.now) == pytest.approx(0.5)
+    assert seen(tmp_path).share_of_last_minute([WAITING], clock.now) == pytest.approx(0.5)
 
 
 def test_files_are_private_and_a_damaged_or_foreign_one_says_nothing(tmp_path: Path) -> None:
