@@ -48,7 +48,7 @@ from kit.tiny_trainer import (
     letters,
     text_of,
 )
-from kit.tools import TOOL_CALL, counts_tool_results, multiply, says_twelve
+from kit.tools import TOOL_CALL, Adder, counts_tool_results, multiply, says_twelve
 
 REFERENCE = "the model in a folder, from which TRL loads a reference model as well"
 Shows = Callable[[InProcessRun], Any]
@@ -548,25 +548,13 @@ def noting_tools(held: Held) -> dict[str, Any]:
 
 
 def noting_environment(held: Held) -> dict[str, Any]:
-    """An environment that adds up what the model tells it to."""
+    """An environment that is to come to a target."""
 
-    class Counting:
+    class Counting(Adder):
         def reset(self, **row: Any) -> str:
             held[0]._metrics["train"]["resets"].append(held[0].state.global_step)
             self.total, self.target = 0, row.get("target", 5)
             return f" Reach {self.target}."
-
-        def add(self, number: int) -> int:
-            """Add to the total.
-
-            Args:
-                number: How much.
-
-            Returns:
-                The new total.
-            """
-            self.total += number
-            return self.total
 
         def get_reward(self) -> float:
             return -float(abs(self.total - self.target))

@@ -24,7 +24,7 @@ from kit.groups import values_of
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of
 from kit.scripted import NewWeightsEachTurn, ScriptedEngine, ScriptedGenerator, Streaming, kept, writing
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, length, plain_rows
-from kit.tools import double, multiply, written
+from kit.tools import Adder, double, multiply, written
 from kit.waiting import DEADLINE_S
 
 
@@ -274,26 +274,6 @@ def test_what_is_dropped_between_two_turns_is_begun_again(engine_of: Any, tmp_pa
 
 
 GROUPS = 3
-
-
-class Adder:
-    """An environment: adds up what the model tells it to."""
-
-    def reset(self, **row: Any) -> str:
-        self.total = 0
-        return ""
-
-    def add(self, number: int) -> int:
-        """Add to the total.
-
-        Args:
-            number: what to add.
-        """
-        self.total += number
-        return self.total
-
-    def get_reward(self) -> float:
-        return float(self.total)
 
 
 CALLS = {"tools": written(("multiply", {"a": 3, "b": 4})), "environments": written(("add", {"number": 3}))}

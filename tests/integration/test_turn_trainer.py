@@ -26,7 +26,7 @@ from kit.compared_with_trl import equal_weights, own_names, settings
 from kit.in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
 from kit.scripted import ScriptedEngine
 from kit.tiny_trainer import QWEN3_CHAT_TEMPLATE, chat_rows
-from kit.tools import double
+from kit.tools import Adder, double
 from kit.turns import Script, called, reply, says_eight
 
 
@@ -171,18 +171,8 @@ def test_turn_rewards_of_the_wrong_form_fail_their_group(given: Any, message: st
 
 
 def test_recursive_credit_refuses_turns_that_the_model_decides(tmp_path: Path) -> None:
-    class Fixed:
+    class Fixed(Adder):
         fixed_turns = True
-
-        def reset(self, **_: Any) -> None: ...
-
-        def double(self, number: int) -> int:
-            """Double a number.
-
-            Args:
-                number: The number.
-            """
-            return 2 * number
 
     with pytest.raises(ValueError, match=r"recursive.*reward_to_go"):
         turn_trainer(tmp_path, credit="recursive")()

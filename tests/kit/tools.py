@@ -37,6 +37,26 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+class Adder:
+    """An environment: adds up what the model tells it to."""
+
+    def reset(self, **row: Any) -> str:
+        self.total = 0
+        return ""
+
+    def add(self, number: int) -> int:
+        """Add to the total.
+
+        Args:
+            number: what to add.
+        """
+        self.total += number
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
 TOOL_CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 
 
