@@ -70,14 +70,18 @@ def foreign(folder: Path) -> None:
     shutil.copy(other / "000006.delta", folder / "000006.delta")
 
 
+def plant(folder: Path, file: str, versions: dict[int, dict[str, np.ndarray]]) -> None:
+    """A file of the same chain that another writer wrote, of these versions."""
+    writer = ChainWriter(folder.parent / "other", ABOUT)
+    for number, (version, given) in enumerate(versions.items()):
+        writer.append(version, given) if number else writer.begin(version, given)
+    writer.close()
+    shutil.copy(folder.parent / "other" / file, folder / file)
+
+
 def another_base(folder: Path) -> None:
     """A delta of the same chain and version, from other weights: as two machines would write that share a folder."""
-    other = folder.parent / "other"
-    writer = ChainWriter(other, ABOUT)
-    writer.begin(5, weights(5, seed=1))
-    writer.append(6, weights(6, seed=1))
-    writer.close()
-    shutil.copy(other / "000006.delta", folder / "000006.delta")
+    plant(folder, "000006.delta", {version: weights(version, seed=1) for version in (5, 6)})
 
 
 def link(folder: Path) -> None:
@@ -114,10 +118,7 @@ def test_damage_is_named_and_the_rest_rebuilds(folder: Path, damage: Callable[[P
 
 def test_a_snapshot_of_another_model_is_not_decompressed(folder: Path) -> None:
     """What it claims may be gigabytes."""
-    writer = ChainWriter(folder.parent / "other", ABOUT)
-    writer.begin(4, {"w": np.zeros(4000, np.uint8) + 1})
-    writer.close()
-    shutil.copy(folder.parent / "other" / "000004.full", folder / "000004.full")
+    plant(folder, "000004.full", {4: {"w": np.zeros(4000, np.uint8) + 1}})
     chain = Chain(folder)
     with pytest.raises(DeltaChainError, match=r"000004.full: It has a tensor w, and the chain's model has none"):
         chain.rebuild(4)
@@ -136,11 +137,7 @@ def test_tensors_that_cannot_be_are_not_made(folder: Path, shape: list[int], sai
 
 
 def test_two_files_that_start_from_one_version_are_named(folder: Path) -> None:
-    writer = ChainWriter(folder.parent / "other", ABOUT)
-    writer.begin(1, weights(1))
-    writer.append(3, weights(3))
-    writer.close()
-    shutil.copy(folder.parent / "other" / "000003.delta", folder / "000003.delta")
+    plant(folder, "000003.delta", {version: weights(version) for version in (1, 3)})
     [problem] = Chain(folder).verify().problems
     assert str(problem) == "000003.delta: it starts from version 1, as 000002.delta does: a chain has no branches"
 

@@ -84,7 +84,8 @@ class Run:
         recorder.wait_until(lambda: self.encoder.last == version or None, what="a delta", timeout_s=60, poll_s=0.001)
 
 
-def begun(tmp_path: Path) -> Run:
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
     """A training whose version 0 is on the disk."""
     run = Run(tmp_path)
     run.step(0)
@@ -127,7 +128,9 @@ def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     monkeypatch.setattr(recorder, "WAITING_BYTES", 0)
-    run = begun(tmp_path)
+    run = Run(tmp_path)
+    run.step(0)
+    run.written(0)
     go = writing_waits(monkeypatch)
     for version in range(1, 9):
         run.step(version)  # returns at once
@@ -162,9 +165,7 @@ def test_versions_that_an_evaluation_holds_back_are_kept_too(tmp_path: Path) -> 
     assert run.kept() == list(range(12))
 
 
-def test_a_run_that_ends_while_an_evaluation_holds_has_its_last_version(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.step(0)
+def test_a_run_that_ends_while_an_evaluation_holds_has_its_last_version(run: Run) -> None:
     run.publisher.hold()
     for version in (1, 2):
         run.step(version)
@@ -172,9 +173,8 @@ def test_a_run_that_ends_while_an_evaluation_holds_has_its_last_version(tmp_path
 
 
 def test_a_full_disk_costs_a_version_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    run = begun(tmp_path)
     write = recorder.ChainWriter._write
 
     def no_room(self: Any, name: str, pieces: Any) -> int:
@@ -191,10 +191,7 @@ def test_a_full_disk_costs_a_version_and_not_the_training(
     assert any("version 1 is not kept" in line for line in warnings)
 
 
-def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = begun(tmp_path)
+def test_a_thread_that_fails_ends_the_chain_and_not_the_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder.ChainWriter, "append", Mock(side_effect=OSError("gone")))
     for version in range(1, 6):
         run.step(version)
@@ -203,11 +200,9 @@ def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
     assert is_exact(run)
 
 
-def test_a_copy_that_fails_holds_no_slot_and_one_at_most_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_fails_holds_no_slot_and_one_at_most_is_held(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that stays keeps a slot from the trainer until the run ends."""
-    run, go = begun(tmp_path), threading.Event()
+    go = threading.Event()
 
     def broken(*_: Any) -> Any:
         assert go.wait(60)
@@ -248,9 +243,8 @@ def test_copying_and_encoding_have_a_lower_priority_than_training(
 
 
 def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    run = begun(tmp_path)
     go = writing_waits(monkeypatch)
     monkeypatch.setattr(recorder, "ENDING_S", 0.01)
     run.step(1)
