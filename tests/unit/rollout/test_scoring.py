@@ -73,11 +73,17 @@ def scoring(rewards: Rewards, at_a_time: int = 1, most: int = BATCH) -> Scoring:
     return Scoring(rewards, RewardCalls(at_a_time, most))
 
 
-def scored(rewards: Rewards, groups: Sequence[Any], **calls: int) -> dict[int, GroupOutcome]:
-    """Start these groups, or groups of these numbers, while the rewards wait, and let those go on."""
+def started(rewards: Rewards, groups: Sequence[Any], **calls: int) -> Scoring:
+    """Start these groups, or groups of these numbers."""
     score = scoring(rewards, **calls)
     for group in groups:
         score.start(group_of(group) if isinstance(group, int) else group)
+    return score
+
+
+def scored(rewards: Rewards, groups: Sequence[Any], **calls: int) -> dict[int, GroupOutcome]:
+    """Start groups while the rewards wait, and let those go on."""
+    score = started(rewards, groups, **calls)
     rewards.go_on()
     outcomes = wait_for(score, len(groups))
     assert not score.busy
@@ -101,8 +107,7 @@ def test_a_call_has_groups_of_one_purpose_step_and_columns() -> None:
 
 def test_a_group_that_failed_before_has_a_call_of_its_own() -> None:
     rewards = Rewards(held=True)
-    score = scoring(rewards)
-    score.start(group_of(9))
+    score = started(rewards, [9])
     score.start(group_of(0), alone=True)
     for seq in (1, 2):
         score.start(group_of(seq))
@@ -152,9 +157,7 @@ def test_a_reward_that_exits_costs_its_own_group(at_a_time: int) -> None:
 
 def test_calls_that_may_overlap_do_and_share_what_waits() -> None:
     rewards = Rewards(held=True)
-    score = scoring(rewards, at_a_time=2)
-    for seq in range(8):
-        score.start(group_of(seq))
+    score = started(rewards, range(8), at_a_time=2)
     until(lambda: rewards.at_once == 2)
     rewards.go_on()
     wait_for(score, 8)
@@ -166,9 +169,7 @@ def test_calls_that_may_overlap_do_and_share_what_waits() -> None:
 def test_a_reward_that_hangs_holds_up_its_own_call() -> None:
     go_on = threading.Event()
     rewards = Rewards(lambda seq: seq or go_on.wait(DEADLINE_S))
-    score = scoring(rewards, at_a_time=2, most=0)
-    for seq in range(5):
-        score.start(group_of(seq))
+    score = started(rewards, range(5), at_a_time=2, most=0)
     assert sorted(wait_for(score, 4)) == [1, 2, 3, 4]
     go_on.set()
     assert [*wait_for(score, 1)] == [0]
@@ -178,8 +179,7 @@ def test_a_reward_that_hangs_holds_up_its_own_call() -> None:
 @pytest.mark.parametrize(("most", "enough"), [(BATCH, 4), (0, 1)], ids=["joint", "each group alone"])
 def test_no_more_wait_than_the_next_call_can_have(most: int, enough: int) -> None:
     rewards = Rewards(held=True)
-    score = scoring(rewards, most=most)
-    score.start(group_of(0))
+    score = started(rewards, [0], most=most)
     full = []
     for seq in range(1, 6):
         score.start(group_of(seq))
@@ -194,9 +194,7 @@ def test_without_threads_of_its_own_in_the_callers_and_in_order() -> None:
     rewards = Rewards()
     threads: list[threading.Thread] = []
     rewards._score = lambda seq: threads.append(threading.current_thread())
-    score = scoring(rewards, at_a_time=0)
-    for seq in (2, 1):
-        score.start(group_of(seq))
+    score = started(rewards, [2, 1], at_a_time=0)
     assert threads == [threading.current_thread()] * 2
     assert [outcome.group.job.seq for outcome in score.finished(0)] == [2, 1]
     assert rewards.calls == [[2], [1]]
