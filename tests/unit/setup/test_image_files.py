@@ -26,13 +26,13 @@ from async_grpo.setup import image_files
 from async_grpo.setup.image_files import images_as_files
 
 
-def file_of(form: str, *, turned: bool = False, mode: str = "RGB") -> bytes:
+def file_of(form: str, *, turned: bool = False) -> bytes:
     noise = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
     exif = Image.Exif()
     if turned:
         exif[ExifTags.Base.Orientation] = 6
     file = BytesIO()
-    Image.fromarray(noise).convert(mode).save(file, form, exif=exif)
+    Image.fromarray(noise).save(file, form, exif=exif)
     return file.getvalue()
 
 

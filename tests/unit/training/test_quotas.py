@@ -19,7 +19,6 @@ from async_grpo.training.rollout_source import with_each_task
 from kit.training_fakes import Bench, begun, schedule, seqs
 
 TASKS = ("math", "logic")
-QUOTAS = {"math": 2, "logic": 2}
 
 
 def bench(B: int = 4, K: int = 2, tasks: tuple[str, ...] = TASKS, **options: object) -> Bench:
