@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -163,29 +164,26 @@ def test_weights_that_are_not_those_that_were_saved_are_refused(
     monkeypatch.setattr(checkpoint_folders, "_READ_WHOLE", 64_000)
     monkeypatch.setattr(checkpoint_folders, "_PIECE", 100)
     checkpoint = save(tmp_path, 10, weights=b"a" * size)
-    latest(tmp_path)
-    (checkpoint / "model.safetensors").write_bytes(b"b" * size)
-    with pytest.raises(RunDirError, match=r"not as run mine wrote it: model\.safetensors has other contents.*Move"):
-        latest(tmp_path)
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(RunDirError, match=r"model\.safetensors is missing"):
-        latest(tmp_path)
+    is_bound(checkpoint, "model.safetensors", b"b" * size)
+
+
+def is_bound(checkpoint: Path, name: str, others: bytes) -> None:
+    """A file of a checkpoint with other contents, or without it, makes the checkpoint another."""
+    latest(checkpoint.parent)
+    (checkpoint / name).write_bytes(others)
+    with pytest.raises(RunDirError, match=rf"not as run mine wrote it: {re.escape(name)} has other contents.*Move"):
+        latest(checkpoint.parent)
+    (checkpoint / name).unlink()
+    with pytest.raises(RunDirError, match=rf"not as run mine wrote it: {re.escape(name)} is missing"):
+        latest(checkpoint.parent)
 
 
 def test_the_files_of_a_critic_are_bound_as_the_weights_are(tmp_path: Path) -> None:
     written = write(tmp_path, 10)
     (written / "critic").mkdir()
-    moments = written / "critic" / "optimizer.safetensors"
-    moments.write_bytes(b"moments")
+    (written / "critic" / "optimizer.safetensors").write_bytes(b"moments")
     checkpoint_folders.save(written, state(10))
-    kept = put_in_place(written, tmp_path, "mine") / "critic" / moments.name
-    latest(tmp_path)
-    kept.write_bytes(b"others")
-    with pytest.raises(RunDirError, match=r"wrote it: critic/optimizer\.safetensors has other contents.*Move"):
-        latest(tmp_path)
-    kept.unlink()
-    with pytest.raises(RunDirError, match=r"wrote it: critic/optimizer\.safetensors is missing"):
-        latest(tmp_path)
+    is_bound(put_in_place(written, tmp_path, "mine"), "critic/optimizer.safetensors", b"others")
 
 
 def test_what_a_user_adds_to_a_checkpoint_or_writes_into_its_readme_is_no_obstacle(tmp_path: Path) -> None:

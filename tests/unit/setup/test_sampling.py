@@ -70,10 +70,18 @@ DEPARTURES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), DEPARTURES, ids=str)
-def test_another_distribution_is_refused_with_vllm_wherever_it_is_set(changes: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *((changes, f"{text}: vLLM's log-probabilities ") for changes, text in DEPARTURES),
+        *((changes, f"{text} without top_k.*Set top_k") for changes, text in (TRUNCATING[0], TRUNCATING[2])),
+        ({"top_k": 20, "repetition_penalty": 1.1}, "top_k=20, repetition_penalty=1.1: vLLM's .*another distribution"),
+    ],
+    ids=str,
+)
+def test_another_distribution_is_refused_with_vllm_wherever_it_is_set(changes: dict[str, Any], said: str) -> None:
     config = trainer(**changes)
-    with pytest.raises(UnsupportedError, match=rf"{text}: vLLM's log-probabilities .*--generator hf.*--correction trl"):
+    with pytest.raises(UnsupportedError, match=rf"{said}.*--generator hf.*--correction trl"):
         check_sampling(config, "bypass", VLLM)
     check_sampling(config, "none", VLLM)
     check_sampling(config, "trl", VLLM)  # TRL has the same bias
@@ -88,15 +96,6 @@ def test_truncated_sampling_with_vllm_needs_the_tokens_that_were_kept(changes: d
     assert not needs_kept_tokens(config, correction, HF)
     assert not needs_kept_tokens(config, "trl", VLLM) and not needs_kept_tokens(config, "none", VLLM)
     assert not needs_kept_tokens(trainer(), correction, VLLM)
-
-
-@pytest.mark.parametrize(("changes", "text"), [TRUNCATING[0], TRUNCATING[2]], ids=str)
-def test_truncated_sampling_without_top_k_is_refused_with_vllm(changes: dict[str, Any], text: str) -> None:
-    config = trainer(**changes)
-    with pytest.raises(UnsupportedError, match=rf"{text} without top_k.*Set top_k.*--generator hf.*--correction trl"):
-        check_sampling(config, "bypass", VLLM)
-    for correction in ("none", "trl"):
-        check_sampling(config, correction, VLLM)
 
 
 @pytest.mark.parametrize("engine", [NAMED_SERVER, STARTED_SERVER])
@@ -115,11 +114,6 @@ def test_an_evaluation_without_top_k_is_refused_beside_truncated_training_with_v
     check_sampling(truncated, "bypass", VLLM, {**evaluated, "top_k": 20})
     check_sampling(truncated, "bypass", HF, evaluated)
     check_sampling(trainer(), "bypass", VLLM, evaluated)
-
-
-def test_truncation_beside_what_reshapes_the_distribution_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"top_k=20, repetition_penalty=1.1: vLLM's .*another distribution"):
-        check_sampling(trainer(top_k=20, repetition_penalty=1.1), "bypass", VLLM)
 
 
 @pytest.mark.parametrize(("changes", "text"), [*TRUNCATING, *DEPARTURES], ids=str)
