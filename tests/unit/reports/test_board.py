@@ -54,15 +54,13 @@ def make_board(run: ArchivedRun) -> tuple[int, int, int]:
         return board.update()
 
 
-def test_a_critic_has_no_advantages_of_groups(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_a_critic_has_no_advantages_of_groups(run: ArchivedRun) -> None:
     run.run.hyperparameters.write_text(json.dumps({"advantages": "critic"}))
     make_board(run)
     assert "8_distributions/rewards" in tags(run) and "8_distributions/advantages" not in tags(run)
 
 
-def test_everything_is_there(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_everything_is_there(run: ArchivedRun) -> None:
     run.run.hyperparameters.write_text(json.dumps({"reward_weights": [1, 2], "trainer": {"learning_rate": 0.1}}))
     assert make_board(run) == (3, 3, 0)
     whole = {
@@ -85,9 +83,8 @@ def test_everything_is_there(tmp_path: Path) -> None:
     assert b"good reply" in best and b"bad reply" in worst and b"question" in best
 
 
-def test_the_groups_of_curves_come_in_the_order_in_which_they_are_asked_for(tmp_path: Path) -> None:
+def test_the_groups_of_curves_come_in_the_order_in_which_they_are_asked_for(run: ArchivedRun) -> None:
     """TensorBoard sorts them by name."""
-    run = three_steps(tmp_path)
     run.log(3, eval_success_rate=0.5, eval_version=2)  # training has gone on meanwhile
     for name, reward in (("math", 0.25), ("code", 0.75)):  # as TRL evaluates a dictionary of datasets
         run.log(3, eval_set=name, eval_reward=reward)
@@ -99,8 +96,7 @@ def test_the_groups_of_curves_come_in_the_order_in_which_they_are_asked_for(tmp_
     assert "4_evaluation/version" not in tags(run)
 
 
-def test_how_far_the_policy_is_from_its_rollouts_is_one_group_of_curves(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_how_far_the_policy_is_from_its_rollouts_is_one_group_of_curves(run: ArchivedRun) -> None:
     figures = {"effective_sample_size": 0.9, "ess_sequences": 0.5, "kl_to_sampler": 0.25}
     run.log(3, **{f"async/{name}": value for name, value in figures.items()})
     make_board(run)
@@ -138,9 +134,7 @@ def test_rewards_that_are_not_finite_are_left_out_of_the_curves(tmp_path: Path) 
     assert sum(count for _, _, count in histogram) == 2
 
 
-def test_a_second_look_adds_only_what_is_new(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
-
+def test_a_second_look_adds_only_what_is_new(run: ArchivedRun) -> None:
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in run.run.board.rglob("*") if path.is_file()}
 
@@ -153,8 +147,7 @@ def test_a_second_look_adds_only_what_is_new(tmp_path: Path) -> None:
     assert steps(run) == steps(run, "train/loss") == [1, 2, 3, 4]
 
 
-def test_a_second_board_is_made_whole_in_place_of_the_first(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_a_second_board_is_made_whole_in_place_of_the_first(run: ArchivedRun) -> None:
     make_board(run)
     (run.run.board / "run" / "notes.txt").write_text("of the user")
     (events,) = (run.run.board / "run").glob("events.*")
@@ -171,8 +164,7 @@ def test_a_second_board_is_made_whole_in_place_of_the_first(tmp_path: Path) -> N
     assert (run.run.board / "run" / "notes.txt").read_text() == "of the user"
 
 
-def test_a_reader_of_the_first_board_sees_the_second_in_its_place(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_a_reader_of_the_first_board_sees_the_second_in_its_place(run: ArchivedRun) -> None:
     make_board(run)
     events = events_of(run)
     run.begin(1)
@@ -182,10 +174,8 @@ def test_a_reader_of_the_first_board_sees_the_second_in_its_place(tmp_path: Path
 
 
 def test_a_full_disk_is_a_sentence_and_the_next_look_makes_the_board_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: ArchivedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = three_steps(tmp_path)
-
     def full(self: object, record: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -198,8 +188,7 @@ def test_a_full_disk_is_a_sentence_and_the_next_look_makes_the_board_whole(
     assert steps(run) == [1, 2, 3]
 
 
-def test_what_a_resumed_run_took_back_is_taken_off_the_board(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_what_a_resumed_run_took_back_is_taken_off_the_board(run: ArchivedRun) -> None:
     with Board(run.root) as board:
         board.update()
         run.begin(1)
@@ -208,8 +197,7 @@ def test_what_a_resumed_run_took_back_is_taken_off_the_board(tmp_path: Path) -> 
     assert series(run, "1_rewards/total") == [(1, 1.0), (2, 3.0)]
 
 
-def test_a_resume_between_two_looks_shows_its_own_metrics(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_a_resume_between_two_looks_shows_its_own_metrics(run: ArchivedRun) -> None:
     run.begin(1)
     run.log(1, resumed=True)
     run.use(2, [7])
@@ -217,8 +205,7 @@ def test_a_resume_between_two_looks_shows_its_own_metrics(tmp_path: Path) -> Non
     assert steps(run, "train/loss") == [1, 2]
 
 
-def test_groups_that_made_room_are_counted(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_groups_that_made_room_are_counted(run: ArchivedRun) -> None:
     for file in (run.root / "done").rglob("000000000[012]*"):
         file.unlink()
     assert make_board(run) == (3, 3, 3)
@@ -243,16 +230,14 @@ def test_a_run_without_steps_and_then_with(tmp_path: Path) -> None:
         assert board.update() == (1, 1, 0)
 
 
-def test_one_process_keeps_a_board_and_the_second_is_told_who(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_one_process_keeps_a_board_and_the_second_is_told_who(run: ArchivedRun) -> None:
     with Board(run.root):
         with pytest.raises(BoardKeptError, match=r"kept up to date by another process .* --serve"):
             Board(run.root)
     Board(run.root).update()
 
 
-def test_another_run_in_the_same_folder_is_a_sentence(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_another_run_in_the_same_folder_is_a_sentence(run: ArchivedRun) -> None:
     with Board(run.root) as board:
         board.update()
         run.run.update_state(run_id="another")
@@ -260,15 +245,15 @@ def test_another_run_in_the_same_folder_is_a_sentence(tmp_path: Path) -> None:
             board.update()
 
 
-def test_files_are_private(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_files_are_private(run: ArchivedRun) -> None:
     make_board(run)
     assert {oct(path.stat().st_mode & 0o777) for path in run.run.board.rglob("events*")} == {"0o600"}
     assert run.run.board.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_command_says_where_and_how_to_see_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = three_steps(tmp_path)
+def test_the_command_says_where_and_how_to_see_it(
+    run: ArchivedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["board", str(run.root)]) == 0
     shown = capsys.readouterr().out
     assert f"{run.run.board}: 3 steps and 3 logged lines" in shown
@@ -336,9 +321,8 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "trackers" / "send_board.py"
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_curves_workers_samples_and_settings(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, run: ArchivedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = three_steps(tmp_path)
     run.run.hyperparameters.write_text(json.dumps({"trainer": {"learning_rate": 0.1}}))
     begun: dict[str, Any] = {}
     logged: list[tuple[int, dict[str, Any]]] = []

@@ -39,8 +39,8 @@ def page_of(run: ArchivedRun) -> Path:
     return page
 
 
-def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: Said) -> None:
-    text = shown(capsys, three_steps(tmp_path).root, "--limit", 4)
+def test_the_newest_are_shown_with_everything(run: ArchivedRun, capsys: Said) -> None:
+    text = shown(capsys, run.root, "--limit", 4)
     assert "group 5  step 3, staleness 1, dev2, policy 1" in text
     assert "prompt: question 5" in text and "answer: answer 5" in text
     assert "right 1  format 0.5" in text and "advantage +0.71" in text and "good reply 5" in text
@@ -55,8 +55,7 @@ def test_functions_of_one_name_are_told_apart(tmp_path: Path, capsys: Said) -> N
     assert data["rewards"] == ["right", "right (2)"] and data["rows"][0][7:] == [1.0, 0.5]
 
 
-def test_those_of_a_node(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_those_of_a_node(run: ArchivedRun, capsys: Said) -> None:
     run.use(4, [20, 21], node="gpu2")
     text = shown(capsys, run.root, "--node", "gpu2")
     assert "group 20" in text and "dev1 on gpu2" in text and "group 5" not in text
@@ -65,8 +64,7 @@ def test_those_of_a_node(tmp_path: Path, capsys: Said) -> None:
     assert "gpu2: 2" in capsys.readouterr().out
 
 
-def test_advantages_of_a_critic_are_not_shown(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_advantages_of_a_critic_are_not_shown(run: ArchivedRun, capsys: Said) -> None:
     run.run.hyperparameters.write_text(json.dumps({"advantages": "critic"}))
     text = shown(capsys, run.root)
     assert "group 5  step 3" in text and "advantage" not in text
@@ -91,8 +89,7 @@ def test_one_token_is_singular_and_in_the_same_column(tmp_path: Path, capsys: Sa
     assert sorted(re.findall(r" +\d tokens?(?= )", shown(capsys, run.root))) == ["      1 token", "     4 tokens"]
 
 
-def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_the_worst_of_a_step_and_one_job_in_full(run: ArchivedRun, capsys: Said) -> None:
     run.group(3, 0, completions=["long\n" * 40 + "the end", "short"], extra_columns={"why": ["because", None]})
     worst = shown(capsys, run.root, "--step", 2, "--worst", "--limit", 1)
     assert "short" in worst and "1 of 4 completions" in worst
@@ -116,8 +113,7 @@ def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsy
     assert "prompt as sampled, of completion 2: it snows" in capsys.readouterr().out
 
 
-def test_one_group_of_an_evaluation(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_one_group_of_an_evaluation(run: ArchivedRun, capsys: Said) -> None:
     for seq in (9_000_000_000, 9_000_000_001):
         run.group(seq)
     for more in ([], ["--eval"]):
@@ -126,8 +122,7 @@ def test_one_group_of_an_evaluation(tmp_path: Path, capsys: Said) -> None:
         assert "no finished group 9000000002" in refused(capsys, run.root, "--job", 9_000_000_002, *more)
 
 
-def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_what_is_not_there_is_a_sentence(run: ArchivedRun, tmp_path: Path, capsys: Said) -> None:
     assert "No group of step 9" in refused(capsys, run.root, "--step", 9)
     assert "no finished group 99" in refused(capsys, run.root, "--job", 99)
     assert "is not a run directory" in refused(capsys, tmp_path)
@@ -138,8 +133,7 @@ def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: Said) -> None:
     assert "has no finished group yet" in refused(capsys, ArchivedRun(tmp_path / "new").root)
 
 
-def test_a_damaged_file_is_left_out_and_named(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_a_damaged_file_is_left_out_and_named(run: ArchivedRun, capsys: Said) -> None:
     run.group(5).write_bytes(b"")
     text = shown(capsys, run.root)
     assert "group 4" in text and "left out: done/0000000/0000000005" in text
@@ -188,8 +182,7 @@ def test_messages_and_tool_calls_are_readable() -> None:
     assert printable("a\u200db\u00a0\u202e\n\x07") == "a\u200db\u00a0\\u202e\n\\x07"
 
 
-def test_the_page_holds_the_rollouts_and_nothing_of_them_as_markup(tmp_path: Path) -> None:
-    run = three_steps(tmp_path)
+def test_the_page_holds_the_rollouts_and_nothing_of_them_as_markup(run: ArchivedRun) -> None:
     run.use(4, [7], completions=[HOSTILE, "plain"], prompt=HOSTILE, reward_names=("<b>right</b>", "format"))
     page = page_of(run)
     text = page.read_text()
@@ -216,8 +209,9 @@ def test_images_are_named_on_the_screen_and_shown_on_the_page(tmp_path: Path, ca
     assert sorted(row[6] for row in data["rows"]) == [[], ["data:image/gif;base64," + b64encode(b"GIF89a").decode()]]
 
 
-def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(tmp_path: Path, capsys: Said) -> None:
-    run = three_steps(tmp_path)
+def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(
+    run: ArchivedRun, tmp_path: Path, capsys: Said
+) -> None:
     page = tmp_path / "page.html"
     assert "only the newest 3 are in it" in shown(capsys, run.root, "--html", page, "--limit", 3)
     assert data_of(page)["newestOnly"]
