@@ -28,16 +28,20 @@ def write(path: Path, begins: int, *steps: int) -> list[dict[str, Any]]:
     return log
 
 
-def written(folder: Path, fields: dict[str, Any], logged: dict[str, Any]) -> Any:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "states.jsonl"
+
+
+def written(path: Path, fields: dict[str, Any], logged: dict[str, Any]) -> Any:
     """What a worker reads of a step with these fields, before which this was logged."""
-    writer = StateWriter(folder / "states.jsonl")
+    writer = StateWriter(path)
     writer.begins(0)
     writer.step(0, fields, [logged])
-    return StateReader(folder / "states.jsonl").at(0)
+    return StateReader(path).at(0)
 
 
-def test_the_log_is_cut_at_the_step_and_exact(tmp_path: Path) -> None:
-    path = tmp_path / "states.jsonl"
+def test_the_log_is_cut_at_the_step_and_exact(path: Path) -> None:
     reader = StateReader(path)
     assert reader.at(0) is None
     log = write(path, 0, 0, 1, 2)
@@ -47,21 +51,20 @@ def test_the_log_is_cut_at_the_step_and_exact(tmp_path: Path) -> None:
     assert reader.at(3) is None, "it will come"
 
 
-def test_values_that_json_does_not_know(tmp_path: Path) -> None:
+def test_values_that_json_does_not_know(path: Path) -> None:
     logged = {"loss": math.nan, "most": math.inf, "numpy": np.float32(0.5), "path": Path("a"), "each": np.ones(2)}
-    found = written(tmp_path, {}, logged)
+    found = written(path, {}, logged)
     assert math.isnan(found.log[0].pop("loss"))
     assert found.log == [{"most": math.inf, "numpy": 0.5, "path": "a", "each": [1.0, 1.0]}]
 
 
 @pytest.mark.parametrize("several", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])
-def test_a_callback_may_log_several_numbers(several: object, tmp_path: Path) -> None:
-    found = written(tmp_path, {"mine": several}, {"each": several})
+def test_a_callback_may_log_several_numbers(several: object, path: Path) -> None:
+    found = written(path, {"mine": several}, {"each": several})
     assert (found.fields, found.log) == ({"mine": [1.0, 2.0]}, [{"each": [1.0, 2.0]}])
 
 
-def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
-    path = tmp_path / "states.jsonl"
+def test_a_resumed_run_writes_its_steps_again(path: Path) -> None:
     reader = StateReader(path)
     write(path, 0, 0, 1, 2, 3)
     assert reader.at(3) is not None
@@ -71,24 +74,21 @@ def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "nearest"), [(6, 3), (1, 2)])
-def test_a_step_that_no_server_comes_to_is_not_waited_for(step: int, nearest: int, tmp_path: Path) -> None:
+def test_a_step_that_no_server_comes_to_is_not_waited_for(step: int, nearest: int, path: Path) -> None:
     """A worker may outlive the server that had issued its job, and the next one may need that worker to go on."""
-    path = tmp_path / "states.jsonl"
     write(path, 0, 0, 1)
     write(path, 2, 2, 3)
     assert StateReader(path).at(step).fields == {"level": nearest}
 
 
-def test_an_evaluation_takes_what_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "states.jsonl"
+def test_an_evaluation_takes_what_is_there(path: Path) -> None:
     assert StateReader(path).newest(4) is None
     write(path, 0, 0, 1)
     assert StateReader(path).newest(2).fields == {"level": 1}
 
 
 @pytest.mark.parametrize("line", ["[]", '{"step": "a", "state": {}}', '{"step": 1}', '{"logged": 3}', "{"])
-def test_what_is_not_ours_is_refused(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "states.jsonl"
+def test_what_is_not_ours_is_refused(line: str, path: Path) -> None:
     path.write_text(line + "\n")
     with pytest.raises(BadFileError):
         StateReader(path).at(1)
