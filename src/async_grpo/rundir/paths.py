@@ -113,6 +113,9 @@ class RunDir:
         self.nodes = self.root / "nodes.json"
         self.ranks = self.root / "ranks.json"
         self.last_weights = self.root / "last_weights"
+        self.server_log = self.root / "log_parameter_server.txt"
+        self.nodes_log = self.root / "log_nodes.txt"  # of the process that claims for workers of other machines
+        self.vllm_server_log = self.root / "log_vllm_server.txt"  # of the server of plain TRL
 
     @property
     def weights_handle(self) -> Path:
@@ -131,24 +134,10 @@ class RunDir:
         """The lock of the worker whose vLLM engine is just starting on this GPU, named as CUDA_VISIBLE_DEVICES does."""
         return self.root / "alive" / f"gpu{gpu}.start"
 
-    @property
-    def server_log(self) -> Path:
-        return self.root / "log_parameter_server.txt"
-
-    @property
-    def nodes_log(self) -> Path:
-        """Output of the process that claims for workers of other machines."""
-        return self.root / "log_nodes.txt"
-
     def node_log(self, machine: str) -> Path:
         """The last words of another machine's workers."""
         name = re.sub(r"[^A-Za-z0-9.-]", "_", machine)
         return self.root / f"log_node_{name}.txt"
-
-    @property
-    def vllm_server_log(self) -> Path:
-        """Output of the vLLM server of plain TRL."""
-        return self.root / "log_vllm_server.txt"
 
     def worker_log(self, worker: WorkerId) -> Path:
         return self.root / f"log_worker_{worker.number}.txt"
