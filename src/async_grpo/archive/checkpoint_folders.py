@@ -19,7 +19,6 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from async_grpo.archive import rollout_state
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.log import logger
-from async_grpo.rundir.files import sync
+from async_grpo.rundir.files import free_name, sync
 
 _NAME = re.compile(r"checkpoint-(\d+)(-of-\w+(-\d+)?)?")
 _BOUND = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # files that a resume reads, besides the trainer's state
@@ -92,7 +91,7 @@ def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
         _replace(target, written, older)
     else:
         if os.path.lexists(target):
-            aside = _free_name(target)
+            aside = free_name(target.with_name(f"{target.name}-of-{_run_of(target) or 'before'}"))
             logger.warning("{} is not this run's checkpoint: it is now {}", target, aside)
             target.rename(aside)
         written.rename(target)
@@ -246,13 +245,6 @@ def _state_of(checkpoint: Path) -> RolloutState | None:
         return rollout_state.read(checkpoint / rollout_state.FILE_NAME)
     except (OSError, BadFileError):
         return None
-
-
-def _free_name(target: Path) -> Path:
-    """`checkpoint-10` -> `checkpoint-10-of-RUN`, `checkpoint-10-of-RUN-2`, …"""
-    stem = f"{target.name}-of-{_run_of(target) or 'before'}"
-    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    return next(free for name in names if not os.path.lexists(free := target.with_name(name)))
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -64,6 +65,12 @@ def fresh_folder(path: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path)
+
+
+def free_name(path: Path) -> Path:
+    """The path, or the first of `NAME-2`, `NAME-3`, … beside it, where there is nothing."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def sync(path: Path) -> None:

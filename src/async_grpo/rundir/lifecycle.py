@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from async_grpo.errors import RunDirError
 from async_grpo.rundir import refusal
+from async_grpo.rundir.files import free_name
 from async_grpo.rundir.folders import check_folder, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import (
@@ -181,12 +182,7 @@ def _unfinished(run: RunDir, old: RunState) -> str:
 def _path_aside(run: RunDir) -> Path:
     """A free name next to the run directory, with the time of its last state."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(run.state_file.stat().st_mtime))
-    target = run.root.with_name(f"{run.root.name}-{stamp}")
-    number = 1
-    while target.exists():
-        number += 1
-        target = run.root.with_name(f"{run.root.name}-{stamp}-{number}")
-    return target
+    return free_name(run.root.with_name(f"{run.root.name}-{stamp}"))
 
 
 def _delete_run(run: RunDir) -> None:
