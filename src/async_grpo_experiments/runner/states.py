@@ -101,7 +101,7 @@ def token_of(partial: Path) -> str:
     return partial.name.partition(_PARTIAL)[2]
 
 
-def finish(partial: Path) -> None:
+def finish(partial: Path) -> Path:
     """Give what an attempt has made its name. `DiskFullError` if there is no space for the manifest."""
     made_of = shaped(MadeOf, read_object(partial / ATTEMPT))
     if work_of(partial).exists():
@@ -115,14 +115,15 @@ def finish(partial: Path) -> None:
     )
     write_json(partial / MANIFEST, as_json(manifest))
     hash_of(partial / MANIFEST, sync=True)
-    _give_name(partial)
+    return _give_name(partial)
 
 
-def _give_name(partial: Path) -> None:
+def _give_name(partial: Path) -> Path:
     folder = partial.with_name(partial.name.partition(_PARTIAL)[0])
     (partial / ATTEMPT).unlink(missing_ok=True)  # only now: a stage that is killed before is started again by it
     partial.rename(folder)
     sync(folder.parent)
+    return folder
 
 
 def adopt(folder: Path) -> None:
