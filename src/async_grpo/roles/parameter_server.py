@@ -18,8 +18,8 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folder_watch import FolderWatch
-from async_grpo.rundir.lifecycle import in_use
-from async_grpo.rundir.locks import KernelLock, server_lock
+from async_grpo.rundir.lifecycle import sole_user
+from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.run_plan import RunPlan
 from async_grpo.settings import TrainingSettings
@@ -76,10 +76,7 @@ def run_parameter_server(options: ServerOptions) -> str:
 @contextmanager
 def server_of(run: RunDir, role: str) -> Iterator[tuple[KernelLock, RunState]]:
     """Be the server of a prepared run. `RunDirError`: the directory has another one, or holds no run."""
-    lock = server_lock(run.root)
-    if not lock.try_acquire({"role": role}):
-        raise RunDirError(in_use(run))
-    with lock:
+    with sole_user(run, role) as lock:
         state = run.read_state()
         if state is None:
             raise RunDirError(f"{run.root} holds no run: prepare one first.")

@@ -19,7 +19,7 @@ from async_grpo.errors import RunDirError
 from async_grpo.rundir import refusal
 from async_grpo.rundir.files import free_name
 from async_grpo.rundir.folders import check_folder, make_folder
-from async_grpo.rundir.locks import server_alive, server_lock
+from async_grpo.rundir.locks import KernelLock, server_alive, server_lock
 from async_grpo.rundir.paths import (
     ENTRIES,
     FINISHED,
@@ -54,21 +54,17 @@ def prepare(root: Path, plan: RunPlan, *, say: Callable[[str], None] = lambda te
         _fate(run, resume=plan.training.resume, overwrite=plan.launch.overwrite)
         return _begin(run, plan)
     _refuse_foreign(run)
-    with _not_in_use(run):
+    with sole_user(run, "preparing a run"):
         fate = _fate(run, resume=plan.training.resume, overwrite=plan.launch.overwrite)
         if fate is Fate.RESUMED:
             return _resume(run, plan)
-        _clear(run, fate, say)
+        if fate is Fate.MOVED_ASIDE:
+            aside = _path_aside(run)
+            run.root.rename(aside)
+            say(f"the run that was in {run.root} is now in {aside}")
+        if fate is Fate.OVERWRITTEN:
+            _delete_run(run)
     return _begin(run, plan)
-
-
-def _clear(run: RunDir, fate: Fate, say: Callable[[str], None]) -> None:
-    if fate is Fate.MOVED_ASIDE:
-        aside = _path_aside(run)
-        run.root.rename(aside)
-        say(f"the run that was in {run.root} is now in {aside}")
-    elif fate is Fate.OVERWRITTEN:
-        _delete_run(run)
 
 
 def _begin(run: RunDir, plan: RunPlan) -> RunState:
@@ -140,13 +136,13 @@ def is_over(state: RunState) -> bool:
 
 
 @contextmanager
-def _not_in_use(run: RunDir) -> Iterator[None]:
-    """Hold the server's lock while the directory is changed. `RunDirError` names the process that has it."""
+def sole_user(run: RunDir, role: str) -> Iterator[KernelLock]:
+    """Hold the server's lock. `RunDirError` names the process that has it."""
     lock = server_lock(run.root)
-    if not lock.try_acquire({"role": "preparing a run"}):
+    if not lock.try_acquire({"role": role}):
         raise RunDirError(in_use(run))
     with lock:
-        yield
+        yield lock
 
 
 def in_use(run: RunDir) -> str:

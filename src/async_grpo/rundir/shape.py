@@ -78,8 +78,9 @@ def _fit(kind: Any, value: Any, name: str) -> Any:
     if is_dataclass(kind):
         return _fit_dataclass(kind, value, name)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        hints = _hints(kind)
-        items = _sized(value, len(hints), name)
+        hints, items = _hints(kind), _list(value, name)
+        if len(items) != len(hints):
+            bad(f"{name} has {len(items)} items, not {len(hints)}")
         return kind(*(_fit(hint, item, _inside(name, field)) for (field, hint), item in zip(hints.items(), items)))
     if origin is dict:
         return {key: _fit(arguments[1], item, f"{name}[{key[:40]!r}]") for key, item in _object(value, name).items()}
@@ -153,13 +154,6 @@ _PLAIN: dict[Any, Callable[[Any, str], Any]] = {
     bool: _exactly(bool, "true or false"),
     types.NoneType: _exactly(types.NoneType, "null"),
 }
-
-
-def _sized(value: Any, size: int, name: str) -> list[Any]:
-    items: list[Any] = _list(value, name)
-    if len(items) != size:
-        bad(f"{name} has {len(items)} items, not {size}")
-    return items
 
 
 @lru_cache(maxsize=64)
