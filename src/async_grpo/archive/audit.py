@@ -146,7 +146,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
         *_bad_versions(history, found.processes, taken_back),
         *_other_versions(found, uses),
         *(f"Group {seq} was used by step {uses[seq][0].step}, but its file has vanished." for seq in vanished),
-        *_wrong_turns(found),
+        *(f"Group {name.seq}: {one.wrong_turns}." for name, one in sorted(found.stored.items()) if one.wrong_turns),
         *_lost(groups),
         *_too_wide_gaps(found, uses),
         *(f"Group {seq} was dropped, but step {uses[seq][0].step} used it." for seq in sorted(dropped & uses.keys())),
@@ -304,12 +304,6 @@ def _other_versions(found: Evidence, uses: dict[int, list[Use]]) -> Iterator[str
                 f"Group {seq} was used as one of version {all_uses[0].policy_version}, "
                 f"but its file is of version {', '.join(map(str, sorted(versions)))}."
             )
-
-
-def _wrong_turns(found: Evidence) -> Iterator[str]:
-    for name, stored in sorted(found.stored.items()):
-        if stored.wrong_turns is not None:
-            yield f"Group {name.seq}: {stored.wrong_turns}."
 
 
 def _lost(groups: list[Group]) -> Iterator[str]:

@@ -6,6 +6,7 @@ moves on meanwhile is seen at least once.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -79,8 +80,7 @@ class EvidenceReader:
 
     def look(self) -> Evidence:
         found = Evidence()
-        files = OsFiles(self._run.root)
-        try:
+        with closing(OsFiles(self._run.root)) as files:
             for path, name in paths_of_jobs(files, "queue"):
                 found.waiting.setdefault(name.seq, []).append(name)
                 self._check(files, path, name, found)
@@ -88,8 +88,6 @@ class EvidenceReader:
                 if self._check(files, path, name, found):
                     found.done.setdefault(name.seq, []).append(name)
             self._look_at_quarantine(files, found)
-        finally:
-            files.close()
         self._look_at_checkpoints(found)
         found.processes, broken = read_record(self._run.consumption, self._state.run_id)
         found.unusable += broken

@@ -28,7 +28,7 @@ from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.log import logger
 from async_grpo.rundir.files import free_name, sync
 
-_NAME = re.compile(r"checkpoint-(\d+)(-of-\w+(-\d+)?)?")
+_NAME = re.compile(r"checkpoint-\d+(-of-\w+(-\d+)?)?")
 _BOUND = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # files that a resume reads, besides the trainer's state
 _TRAINER_STATE = "trainer_state.json"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
@@ -122,7 +122,8 @@ def _refuse_unreadable(output_dir: Path, run_id: str, newer_than: int) -> None:
         except FileNotFoundError:
             continue
         except BadFileError as error:
-            if _step_named(folder) > newer_than and not rollout_state.names_another(path, run_id):
+            step = int(folder.name.split("-")[1])
+            if step > newer_than and not rollout_state.names_another(path, run_id):
                 raise RunDirError(f"{error}. Move {folder} away to resume from an older checkpoint.") from error
 
 
@@ -188,12 +189,6 @@ def _folders(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     return [path for path in sorted(output_dir.iterdir()) if _NAME.fullmatch(path.name) and path.is_dir()]
-
-
-def _step_named(folder: Path) -> int:
-    named = _NAME.fullmatch(folder.name)
-    assert named is not None, "`_folders` gives no others"
-    return int(named[1])
 
 
 def _named_by(output_dir: Path, run_id: str) -> list[Path]:

@@ -40,13 +40,13 @@ class Sampler:
     departures: list[str]  # what makes their log-probabilities other than the loss's, unless they name kept tokens
 
 
-class ConsumptionRecord:
-    """Appends to `path`; each line is complete before the next checkpoint can refer to it."""
+class ConsumptionRecord(LineFile):
+    """Appends to `path`. Call `sync` before a checkpoint says that what was noted so far has happened."""
 
     def __init__(
         self, path: Path, *, run_id: str, resumed_from: int | None, max_staleness: int, sampled: Sampler | None = None
     ) -> None:
-        self._file = LineFile(path)
+        super().__init__(path)
         how = {} if sampled is None else {"sampled": asdict(sampled)}
         self._append(run_id=run_id, resumed_from=resumed_from, max_staleness=max_staleness, **how)
 
@@ -59,18 +59,8 @@ class ConsumptionRecord:
         """A group will not be used: it was over age, or all its rewards were equal."""
         self._append(dropped=seq, reason=reason)
 
-    def sync(self) -> None:
-        """Everything said so far survives a power cut: call it before a checkpoint says that it happened.
-
-        `DiskFullError` if there is no space for it.
-        """
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
     def _append(self, **entry: Any) -> None:
-        self._file.append(json.dumps(entry))
+        self.append(json.dumps(entry))
 
 
 class Started(NamedTuple):
