@@ -103,11 +103,13 @@ class FinishedGroups:
                     yield RunResumed(entry.resumed_from or 0)
                 begins = False
 
-    def all(self, fates: Mapping[int, GroupFate], *, only: Container[int] | None = None) -> Iterator[FinishedGroup]:
-        """Every finished group that is there now, or `only` these jobs', the newest job first."""
+    def all(
+        self, fates: Mapping[int, GroupFate], *, only: Container[int] | None = None, without: Container[int] = ()
+    ) -> Iterator[FinishedGroup]:
+        """Every finished group that is there now, or `only` these jobs', `without` those, the newest job first."""
         with closing(OsFiles(self.run.root)) as files:
             for path, name in reversed([*done_files(files), *paths_of_jobs(files, "queue")]):
-                if name.state == COMPLETE and (only is None or name.seq in only):
+                if name.state == COMPLETE and (only is None or name.seq in only) and name.seq not in without:
                     found = self._read(files, path, name, fates.get(name.seq, GroupFate(WAITING)))
                     if found is not None:
                         yield found

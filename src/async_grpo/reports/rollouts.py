@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
@@ -107,22 +107,12 @@ def select(
     elif step is not None:
         found = groups.all(fates, only={seq for seq, fate in fates.items() if fate.step == step})
     else:
-        found = chain(groups.all(fates, only=fates), groups.all(fates, only=_Others(fates)))
+        found = chain(groups.all(fates, only=fates), groups.all(fates, without=fates))
     return _pick(_of_node(_rollouts(groups, found, fates), node), order, limit)
 
 
 def _of_node(rollouts: Iterator[Rollout], node: str | None) -> Iterator[Rollout]:
     return rollouts if node is None else (rollout for rollout in rollouts if rollout.found.group.node == node)
-
-
-class _Others:
-    """Every job but `known`."""
-
-    def __init__(self, known: Container[int]) -> None:
-        self._known = known
-
-    def __contains__(self, seq: object) -> bool:
-        return seq not in self._known
 
 
 def _evaluated(groups: FinishedGroups, version: int | None, job: int | None) -> Iterator[Rollout]:
