@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
@@ -32,7 +32,7 @@ def prompt_rows(
     """
     if own_dataloader(trainer):
         yield from map(encoded, islice(_loaded_rows(trainer), start, None))
-    dataset = trl_trainer.training_columns(trainer)
+    dataset = trl_trainer.used_columns(trainer, trainer.train_dataset)
     if not hasattr(dataset, "__len__"):
         yield from map(encoded, islice(_streamed_rows(trainer, dataset), start, None))
     dataset, as_files = images_as_files(dataset)
@@ -55,7 +55,7 @@ def evaluation_rows(trainer: GRPOTrainer) -> list[tuple[dict[str, Any], str]]:
     found = [
         (row, str(name or row.get("task") or ""))
         for name, dataset in named
-        for row in _at_most(MOST_PROBLEMS, _rows_as_files(trl_trainer.evaluation_columns(trainer, dataset)))
+        for row in _at_most(MOST_PROBLEMS, _rows_as_files(trl_trainer.used_columns(trainer, dataset, "evaluation")))
     ]
     if not found:
         raise UsageError("The eval_dataset has no rows. Give it some, leave it out, or set --eval-every 0.")
@@ -68,7 +68,7 @@ def training_rows(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     Raises:
         UsageError: there are none, or the dataset is a stream.
     """
-    dataset = trl_trainer.training_columns(trainer)
+    dataset = trl_trainer.used_columns(trainer, trainer.train_dataset)
     if not hasattr(dataset, "__len__"):
         raise UsageError("The training data is a stream, which has no places for rows. Load it without streaming.")
     if not len(dataset):
@@ -140,8 +140,7 @@ def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any
     if trainer.shuffle_dataset:
         dataset = dataset.shuffle(seed=trainer.args.seed)
     size = groups_per_round(trainer)
-    epoch = 0
-    while True:
+    for epoch in count():
         dataset.set_epoch(epoch)
         rows = iter(dataset)
         found = False
@@ -150,7 +149,6 @@ def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any
             yield from batch
         if not found:
             raise _too_few(trainer, len(batch))
-        epoch += 1
 
 
 def _too_few(trainer: GRPOTrainer, rows: int) -> UnsupportedError:

@@ -423,14 +423,9 @@ def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
     return trainer._get_train_sampler(trainer.train_dataset)
 
 
-def training_columns(trainer: GRPOTrainer) -> Any:
-    """The training data without the columns that `remove_unused_columns=True` would take out."""
-    return trainer._remove_unused_columns(trainer.train_dataset, description="training")
-
-
-def evaluation_columns(trainer: GRPOTrainer, dataset: Any) -> Any:
-    """An evaluation dataset without the columns that `remove_unused_columns=True` would take out."""
-    return trainer._remove_unused_columns(dataset, description="evaluation")
+def used_columns(trainer: GRPOTrainer, dataset: Any, description: str = "training") -> Any:
+    """A dataset without the columns that `remove_unused_columns=True` would take out."""
+    return trainer._remove_unused_columns(dataset, description=description)
 
 
 def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:

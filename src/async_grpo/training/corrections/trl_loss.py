@@ -171,6 +171,8 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append, fresh: Bound
     Args:
         fresh: how far trainer and sampler may be apart on fresh rollouts; None: nobody looks.
     """
+    share = EffectiveShare(trainer.accelerator.gather, append)
+    trainer.add_callback(share)
     return Correction(
         rule=rule,
         own_loss=has_own_loss(trainer),
@@ -179,15 +181,9 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append, fresh: Bound
         append=append,
         token_columns=trainer.token_columns if isinstance(trainer, Algorithm) else (),
         keeps_old="_generate_and_score_completions" in overridden(trainer),
-        share=_effective_share(trainer, append),
+        share=share,
         fresh=None if fresh is None else _fresh_batch(trainer, fresh),
     )
-
-
-def _effective_share(trainer: Any, append: Append) -> EffectiveShare:
-    share = EffectiveShare(trainer.accelerator.gather, append)
-    trainer.add_callback(share)
-    return share
 
 
 def _fresh_batch(trainer: Any, bound: Bound) -> FreshBatch:
