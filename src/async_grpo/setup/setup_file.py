@@ -108,7 +108,7 @@ def load_trainer(
     """
     check_setup_file(path)
     if seed is not None:
-        _seed(seed)
+        seed_all(seed)
     note_originals()
     with configurations_with(config_values or {}) as made, _called_alone(path), ending_kept():
         trainer = _built(
@@ -193,7 +193,7 @@ def _built(
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """For what the file itself draws, such as a model's first weights: python, numpy, torch and CUDA.
 
     transformers' `set_seed` would do the same, but Unsloth wants to be imported before it.

@@ -89,19 +89,13 @@ def _contents(run: RunDir, processes: list[RunProcess], when: str) -> Iterator[t
     yield "status.json", _status(run)  # first: a live run changes meanwhile
     for process in processes:
         yield f"stacks/{process.name}.txt", stacks_of(process)
-    yield "processes.txt", "\n".join(_kernel_views(processes))
+    views = [f"== {process.name}\n{kernel_view(process.pid)}" for process in processes]
+    yield "processes.txt", "\n".join(views) or "No process holds a lock of this run: it has ended, or was killed.\n"
     yield from _files(run)
     yield "queue.txt", "\n".join(_queue_names(run.root)) + "\n"
     yield "versions.txt", "\n".join(_versions()) + "\n"
     yield "environment.txt", "\n".join(_environments(processes)) + "\n"
     yield "doctor.txt", _own_findings(run.root)
-
-
-def _kernel_views(processes: list[RunProcess]) -> Iterator[str]:
-    if not processes:
-        yield "No process holds a lock of this run: it has ended, or was killed.\n"
-    for process in processes:
-        yield f"== {process.name}\n{kernel_view(process.pid)}"
 
 
 def _status(run: RunDir) -> str:

@@ -8,7 +8,6 @@ in `HOOKS`.
 from __future__ import annotations
 
 import os
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,14 +153,12 @@ def _call_again(trainer: Any, functions: Sequence[Any], inputs: tuple[Any, ...] 
 def _values(trainer: Any, function: Callable[..., Any], inputs: tuple[Any, ...], seed: int) -> list[float | None]:
     import asyncio
 
-    import numpy as np
-    import torch
     from trl.trainer.utils import is_async_callable
 
+    from async_grpo.setup.setup_file import seed_all
+
     rows, prompts, completions, completion_ids = inputs
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_all(seed)
     given = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     given |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     logging = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)

@@ -17,7 +17,7 @@ from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.rundir.run_plan import RunPlan
-from async_grpo.settings import LaunchSettings, TrainingSettings
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import ENGINES
 from async_grpo.setup.grpo_config.batch import possible_generations
@@ -132,14 +132,10 @@ def _process_rows(plan: RunPlan, ranks: int) -> Rows:
         yield "", f"worker {number} on {_device(device)}"
     if crowd := crowding(len(workers)):
         yield "", crowd
-    if plan.launch.ray is not None:
-        yield "", _nodes(plan.launch)
-
-
-def _nodes(launch: LaunchSettings) -> str:
-    count = launch.nodes - 1 if launch.nodes else "all"
-    each = launch.workers_per_node or "one for each GPU, else 2,"
-    return f"workers on {count} other machines of the Ray cluster {launch.ray}: {each} on each"
+    if (launch := plan.launch).ray is not None:
+        count = launch.nodes - 1 if launch.nodes else "all"
+        on_each = launch.workers_per_node or "one for each GPU, else 2,"
+        yield "", f"workers on {count} other machines of the Ray cluster {launch.ray}: {on_each} on each"
 
 
 def _sampling(facts: TrainerFacts) -> str:

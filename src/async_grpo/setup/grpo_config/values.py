@@ -82,7 +82,7 @@ def _value(name: str, text: str) -> Any:
             f"--set {name}: run.json keeps these values, and this one looks like a secret. Let the setup file read it "
             "from the environment."
         )
-    types = alternatives(fields[name])
+    types = {*_names(ast.parse(fields[name], mode="eval").body)}
     for reader in (_none, _truth, _whole, _number, _json, _plain):
         value = reader(types, text)
         if value is not _NOT:
@@ -123,12 +123,8 @@ def annotations_in(sources: Iterable[tuple[str, str, str]]) -> dict[str, str]:
 _NOT = object()  # the text is not of this type
 
 
-def alternatives(annotation: str) -> set[str]:
-    """`'list[str] | str | None'` -> {'list', 'str', 'None'}; of a `Literal` its values."""
-    return set(_names(ast.parse(annotation, mode="eval").body))
-
-
 def _names(node: ast.expr) -> Iterator[str]:
+    """`list[str] | str | None` -> "list", "str", "None"; of a `Literal` its values."""
     if isinstance(node, ast.BinOp):
         yield from (*_names(node.left), *_names(node.right))
     elif isinstance(node, ast.Subscript):
