@@ -114,7 +114,8 @@ class Work:
         out = self.folder / SAMPLES
         run = self._begin(partial, "generating", out)
         if not out.exists():
-            setup = self._setup_file(run, guided_by=self.trained(self.job.round - 1) if self._rolls_in_guided else None)
+            rolls_in_guided = self.job.round > 1 and self.job.algo in GUIDED
+            setup = self._setup_file(run, guided_by=self.trained(self.job.round - 1) if rolls_in_guided else None)
             self._child("generate", self.reference, setup, run, "--out", str(out))
         shutil.copytree(out, partial / SAMPLES)
         samples = load_from_disk(str(out))
@@ -197,10 +198,6 @@ class Work:
     @property
     def reference(self) -> str:
         return self.config.models[self.job.family].ref
-
-    @property
-    def _rolls_in_guided(self) -> bool:
-        return self.job.round > 1 and self.job.algo in GUIDED
 
     def _sampled_with(self, guided: bool) -> Iterable[str]:
         evaluation = self.config.evaluation
@@ -375,12 +372,6 @@ def work_of(root: Path, job: str) -> Work:
     return Work(config, found, root)
 
 
-def _is_done(folder: Path, token: str) -> bool:
-    """Whether this very attempt has left its folder: a cluster starts a command again that it has lost."""
-    manifest = states.manifest_of(folder)
-    return manifest is not None and manifest.attempt == token
-
-
 class SampledAnswers:
     """Answers to the cuts of a plan: the rows that `async-grpo generate` has sampled by the same plan.
 
@@ -442,7 +433,8 @@ def main(arguments: Sequence[str]) -> int:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             device = f"GPU {visible}" if visible else "the CPU"
             print(f"{job}.{kind} on {device}, CUDA_VISIBLE_DEVICES={visible!r}", flush=True)
-        if _is_done(folder, token):
+        manifest = states.manifest_of(folder)
+        if manifest is not None and manifest.attempt == token:  # a cluster starts a command again that it has lost
             return 0
         if not partial.exists():
             raise UsageError(f"There is no attempt {token} at {folder}: run.log has the newest command line.")
