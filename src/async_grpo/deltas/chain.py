@@ -31,7 +31,7 @@ from async_grpo.errors import AsyncGRPOError, BadFileError, DeltaChainError
 from async_grpo.formatting import counted
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import naming, open_plain, read_object
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import read_shaped, shaped
 
 FORMAT = "async-grpo-deltas/2"
 CHAIN_FILE, LATEST, MODEL = "chain.json", "latest", "model"
@@ -281,10 +281,7 @@ def read_about(folder: Path) -> About:
 
 def read_latest(folder: Path) -> Latest:
     """What the file `latest` says; nothing where it cannot be read."""
-    try:
-        return shaped(Latest, read_object(folder / LATEST))
-    except (FileNotFoundError, BadFileError):
-        return Latest()
+    return read_shaped(Latest, folder / LATEST) or Latest()
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -26,7 +26,7 @@ from typing import (
 )
 
 from async_grpo.errors import BadFileError
-from async_grpo.rundir.reading import LineReader, bad, parse_object
+from async_grpo.rundir.reading import LineReader, bad, parse_object, read_object
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,6 +42,14 @@ def shaped(kind: type[_Shape], value: object, name: str = "it") -> _Shape:
     paths, booleans, integers of 64 bits, finite numbers, None, and Any.
     """
     return _fit(kind, value, name)
+
+
+def read_shaped(kind: type[_Shape], path: Path) -> _Shape | None:
+    """The JSON object in a file, as `kind`; None where there is no file that can be used."""
+    try:
+        return shaped(kind, read_object(path))
+    except (FileNotFoundError, BadFileError):
+        return None
 
 
 def shaped_lines(kind: type[_Shape], path: Path) -> Iterator[_Shape]:

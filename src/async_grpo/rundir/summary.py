@@ -15,7 +15,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import naming, read_object
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import read_shaped, shaped
 
 _FOLDERS = (("checkpoints", "checkpoints"), ("TensorBoard", "tensorboard"))
 _ALWAYS = ("steps", "rollouts", "wall_seconds")  # of a run that has trained
@@ -33,10 +33,7 @@ _EVALUATED = {"success_rate": "success rate", "reward_mean": "mean reward"}
 
 def read(path: Path) -> dict[str, Any]:
     """What the summary says; empty where there is none."""
-    try:
-        return read_object(path)
-    except (FileNotFoundError, BadFileError):
-        return {}
+    return read_shaped(dict[str, Any], path) or {}
 
 
 def read_figures(path: Path, needed: Sequence[str] = _ALWAYS) -> dict[str, Any]:

@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.errors import BadFileError
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.rundir.shape import as_json, read_shaped
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +72,4 @@ def all_gone(path: Path, why: str) -> None:
 
 def read_nodes(path: Path) -> NodesRecord | None:
     """The newest record; None where there is none that can be used."""
-    try:
-        return shaped(NodesRecord, read_object(path))
-    except (FileNotFoundError, BadFileError):
-        return None
+    return read_shaped(NodesRecord, path)

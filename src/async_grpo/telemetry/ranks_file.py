@@ -7,10 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.errors import AsyncGRPOError, BadFileError
+from async_grpo.errors import AsyncGRPOError
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.rundir.shape import as_json, read_shaped
 
 
 @dataclass(kw_only=True)
@@ -34,7 +33,4 @@ def write_ranks(path: Path, beats: Mapping[str, Beat]) -> None:
 
 def read_ranks(path: Path) -> dict[str, Beat]:
     """By name, "rank 1 on machine 1 (gpu1)"; none where there is no file that can be used."""
-    try:
-        return shaped(dict[str, Beat], read_object(path))
-    except (FileNotFoundError, BadFileError):
-        return {}
+    return read_shaped(dict[str, Beat], path) or {}

@@ -15,7 +15,7 @@ from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.formatting import size
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import read_shaped, shaped
 from async_grpo_experiments.runner.config import DEFAULT_BATCH, ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, kind_of
 from async_grpo_experiments.slots import gpu_usage
@@ -126,10 +126,7 @@ class StageSeconds:
 
 def _numbers(path: Path, shape: type[_Numbers]) -> _Numbers:
     """Read numbers by kind of stage; none where the file is missing or damaged, as they are measured again."""
-    try:
-        return shaped(shape, read_object(path))
-    except (FileNotFoundError, BadFileError):
-        return shape()
+    return read_shaped(shape, path) or shape()
 
 
 def way_out(stage: Stage, config: ExperimentConfig, place: Place) -> str:

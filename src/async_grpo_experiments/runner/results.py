@@ -18,7 +18,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.evals.estimators import Estimate
 from async_grpo.rundir.files import space_for, write_json, write_lines
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.rundir.shape import as_json, read_shaped, shaped
 from async_grpo_experiments.runner import states
 from async_grpo_experiments.runner.config import ExperimentConfig
 from async_grpo_experiments.runner.config_files import config_of
@@ -92,9 +92,7 @@ def lines_of(root: Path, config: ExperimentConfig) -> list[EvaluatedLine]:
 def write_results(root: Path, config: ExperimentConfig) -> None:
     """Write all three files. `DiskFullError` if there is no space."""
     lines = lines_of(root, config)
-    jobs: dict[str, dict[str, Any]] = {}
-    with suppress(FileNotFoundError, BadFileError):
-        jobs = shaped(dict[str, dict[str, Any]], read_object(root / "job_states.json"))
+    jobs = read_shaped(dict[str, dict[str, Any]], root / "job_states.json") or {}
     for line in lines:
         jobs.setdefault(line.job.id, {}).setdefault("evaluations", []).append(as_json(line.evaluation))
         if line.trained is not None:

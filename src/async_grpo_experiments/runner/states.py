@@ -21,7 +21,7 @@ from uuid import uuid4
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.files import sync, write_json
 from async_grpo.rundir.reading import open_plain, read_object
-from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.rundir.shape import as_json, read_shaped, shaped
 from async_grpo_experiments.runner.config import ExperimentConfig
 from async_grpo_experiments.runner.graph import Stage, below, graph_of, keys_of
 from async_grpo_experiments.slots.ledger import BLOCKED, FAILED, Record
@@ -58,7 +58,7 @@ def begin(folder: Path, made_of: MadeOf) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(folder, uuid4().hex[:12])
     for left in partials(folder):
-        if partial.exists() or _made_of(left) != made_of:
+        if partial.exists() or read_shaped(MadeOf, left / ATTEMPT) != made_of:
             shutil.rmtree(left)
             continue
         empty(left)
@@ -73,13 +73,6 @@ def empty(partial: Path) -> None:
     for path in partial.iterdir():
         if path.name not in (WORK, ATTEMPT):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _made_of(partial: Path) -> MadeOf | None:
-    try:
-        return shaped(MadeOf, read_object(partial / ATTEMPT))
-    except (FileNotFoundError, BadFileError):
-        return None
 
 
 def work_of(partial: Path) -> Path:
