@@ -77,10 +77,6 @@ class _ReplayRecord:
     files: dict[int, Path]  # of each group
     steps: int  # that the run has done
 
-    @property
-    def history(self) -> list[Used]:
-        return [used for _, used in self.used_by]
-
 
 def run_replay(options: ReplayOptions) -> Replayed:
     """Train on the groups of the run, in the order in which it used them.
@@ -143,7 +139,7 @@ def _replay(options: ReplayOptions, record: _ReplayRecord, output_dir: Path) -> 
     steps = counted(options.steps or record.steps, "step")
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
-    groups = _groups_of(record.history, record.files, state.run_id, sampled_by)
+    groups = _groups_of([used for _, used in record.used_by], record.files, state.run_id, sampled_by)
     _train(trainer, groups, correction, training, output_dir)
     return _outcome(trainer, output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
 
@@ -260,9 +256,7 @@ def _what_became(done: int, steps: int, output_dir: Path) -> str:
 
 def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint], sampled_by: Iterable[int]) -> Replayed:
     step = int(trainer.state.global_step)
-    last: dict[str, Any] = {}
-    for entry in trainer.state.log_history:
-        last = entry if "loss" in entry else last
+    last: dict[str, Any] = next((entry for entry in reversed(trainer.state.log_history) if "loss" in entry), {})
     compared = next((checkpoint.path for checkpoint in checkpoints if checkpoint.state.step == step), None)
     digest = checkpoint_digest(saved)
     return Replayed(

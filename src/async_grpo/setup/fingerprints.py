@@ -21,14 +21,16 @@ _NOT_COMPARED = ("image", "images")  # decoding them takes seconds
 
 def versions(*packages: str) -> dict[str, str]:
     """The versions of Python and Async-GRPO, and of each package, empty where it is not installed."""
-    return {"Python": platform.python_version(), "async-grpo": __version__, **{it: _version(it) for it in packages}}
+    found = {it: installed(it) or "" for it in packages}
+    return {"Python": platform.python_version(), "async-grpo": __version__, **found}
 
 
-def _version(name: str) -> str:
+def installed(distribution: str) -> str | None:
+    """Its version, None where it is not installed."""
     try:
-        return version(name)
+        return version(distribution)
     except PackageNotFoundError:
-        return ""
+        return None
 
 
 def of_model(model: Any) -> str:

@@ -50,13 +50,10 @@ def append_queue(trainer: GRPOTrainer, queue: ServerQueue, metrics: RolloutMetri
     """Add the state of the queue to the training metrics, and the newest version that workers can see."""
     counts = queue.counts()
     metrics.workers = sum(worker.workers for worker in queue.workers())
-    for name, value in (
-        ("async/queue_pending", counts.pending),
-        ("async/queue_processing", counts.processing),
-        ("async/queue_complete", counts.complete),
-        ("async/weight_version", version or 0),
-    ):
-        append_metric(trainer, name, value)
+    append_metric(trainer, "async/queue_pending", counts.pending)
+    append_metric(trainer, "async/queue_processing", counts.processing)
+    append_metric(trainer, "async/queue_complete", counts.complete)
+    append_metric(trainer, "async/weight_version", version or 0)
 
 
 def append_nodes(trainer: GRPOTrainer, file: Path) -> None:

@@ -25,10 +25,11 @@ import psutil
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor.finding import Asked, Finding, Level, error, ok, warning
-from async_grpo.checks.doctor.machine import Installed, installed
+from async_grpo.checks.doctor.machine import Installed
 from async_grpo.formatting import size
 from async_grpo.rundir.folders import nearest_existing
 from async_grpo.setup.devices import compute_modes, hold_to_device, physical_gpus, why_unreachable
+from async_grpo.setup.fingerprints import installed
 from async_grpo.setup.process import end_with_parent
 
 if TYPE_CHECKING:

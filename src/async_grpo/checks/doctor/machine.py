@@ -22,6 +22,7 @@ from async_grpo.formatting import size
 from async_grpo.launch.host_memory import memory_group
 from async_grpo.rewards.sandbox import SWITCH, SandboxError, run_code
 from async_grpo.rundir.folders import check_folder, nearest_existing
+from async_grpo.setup.fingerprints import installed
 from async_grpo.version import __version__
 
 if TYPE_CHECKING:
@@ -46,14 +47,6 @@ Installed = Callable[[str], str | None]
 
 
 # --- installed packages, none of which is imported
-
-
-def installed(name: str) -> str | None:
-    """The version of a distribution, None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def tested_set() -> dict[str, str]:
