@@ -46,6 +46,7 @@ done
 results=$(cd "$(dirname "$report")" && pwd)
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRL_EXPERIMENTAL_SILENCE=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 # nothing here needs the hub
+export TORCH_CUDNN_SDPA_DEPRIORITIZED="${TORCH_CUDNN_SDPA_DEPRIORITIZED:-1}" # as in our roles
 [[ ! $dry_run ]] || export GPU_TESTS_DEVICE=cpu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -217,3 +217,6 @@ def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, o
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Other processes share this GPU. JAX, which a reward function may import, would take three quarters of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # torch 2.11 to 2.13 take cuDNN's attention first on an H100. It makes a plan for each shape, and here nearly every
+    # pass has another; and where a mask is given its gradients can be NaN (pytorch issue 196678).
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from async_grpo.engines.fewer_kernels import replaced, replacements
 from async_grpo.engines.fixed_batch import FixedBatch, KeyValueMemory, one_token_attention, shapes_of
 from async_grpo.engines.fixed_sizes import LEAST_ROWS, LEAST_TOKENS, rounded
 from async_grpo.errors import reason_of
@@ -124,6 +125,7 @@ class DecodeSteps:
         self._take_batch(cache, positions_bL, rounded(self._rows, self._least_rows), rounded(longest, LEAST_TOKENS))
         self._batch.take(cache, mask_bL, positions_bL)
         self._copy_weights()
+        self._replaced = replacements(model)
         where = self._addresses()
         if self._capture and self._graphs and where not in self._graphs and not self._moving:
             self._moving = self._to_copy(where)
@@ -241,6 +243,8 @@ class DecodeSteps:
         except torch.OutOfMemoryError:
             self._full = True
         except Exception as error:  # noqa: BLE001  # whatever the model does that no graph can do
+            with suppress(Exception):  # torch before 2.12 forgets it, and then gives no cached memory back
+                torch._C._cuda_endAllocateToPool(self._model.device.index, self._pool)
             self._give_up(f"one could not be made: {reason_of(error.__context__ or error)}")
         else:
             self._here.of_shape[shape] = graph
@@ -251,7 +255,7 @@ class DecodeSteps:
         mixed = torch.autocast(
             self._model.device.type, self._mixed(), enabled=self._mixed() is not None, cache_enabled=False
         )
-        with one_token_attention(self._model), mixed:
+        with one_token_attention(self._model), replaced(self._replaced), mixed:
             inputs = self._model.prepare_inputs_for_generation(**self._batch.inputs(), **self._kwargs)
             output = functional_call(self._model, self._copies, (), {**inputs, "return_dict": True}, tie_weights=False)
         self._batch.count_up()

@@ -10,7 +10,7 @@ from async_grpo.log import logger
 
 
 def drawn_on(device: torch.device) -> Draw | None:
-    """One kernel that reads the logits once; None where it cannot be compiled, or is wrong, or on a CPU."""
+    """Kernels that read the logits once; None where they cannot be compiled, or are wrong, or on a CPU."""
     if device.type != "cuda":
         return None
     try:
@@ -21,20 +21,21 @@ def drawn_on(device: torch.device) -> Draw | None:
         refused = reason_of(error)
     if refused is None:
         return drawn_in_one_pass
-    logger.warning("tokens are sampled by several kernels, not by the one that reads the logits once: {}", refused)
+    logger.warning("tokens are sampled by torch's kernels, not by those that read the logits once: {}", refused)
     return None
 
 
 def _wrong(draw: Draw, device: torch.device, rows: int = 64) -> str | None:
-    """Try it, also where most tokens are ruled out; what it does not do as torch's kernels do."""
-    logits_bV = torch.randn((rows, 5000), dtype=torch.float32, device=device)
+    """Try them, as most runs do and where most tokens are ruled out; what they do not do as torch's kernels do."""
+    logits_bV = torch.randn((rows, 5008), dtype=torch.bfloat16, device=device)
     ruled_out = torch.rand(logits_bV.shape, dtype=torch.float32, device=device) < 0.9
-    for scores_bV in (logits_bV, logits_bV.masked_fill(ruled_out, float("-inf"))):
-        sampled_b, logprobs_b = draw(logits_bV, scores_bV, 0.7)
+    masked_bV = logits_bV.float().masked_fill(ruled_out, float("-inf"))
+    for scores_bV, temperature in ((logits_bV, 1.0), (masked_bV, 0.7)):
+        sampled_b, logprobs_b = draw(logits_bV, scores_bV, temperature)
         if not bool(scores_bV.gather(1, sampled_b[:, None]).isfinite().all()):
-            return "it samples what is ruled out"
-        exact_bV = torch.log_softmax(logits_bV / 0.7, dim=-1)
+            return "they sample what is ruled out"
+        exact_bV = torch.log_softmax(logits_bV.float() / temperature, dim=-1)
         apart = float((logprobs_b - exact_bV.gather(1, sampled_b[:, None])[:, 0]).abs().max())
         if not apart < 1e-4:
-            return f"it has log-probabilities that are {apart:.2g} off"
+            return f"they have log-probabilities that are {apart:.2g} off"
     return None

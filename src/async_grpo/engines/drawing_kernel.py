@@ -1,8 +1,8 @@
-"""Tokens drawn in one pass over the logits, by a Triton kernel: torch's own kernels go through them some ten times.
+"""Tokens drawn by two Triton kernels, of which one reads the logits once: torch's own go through them some ten times.
 
-A token is the largest of `score - log(q)` with q from an exponential distribution (Gumbel-max: Maddison et al.,
-"A* Sampling", 2014, page 2); torch.multinomial divides by the same q. The logsumexp is kept up meanwhile (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3).
+The first sums the probabilities of each block of the vocabulary, by as many programs as there are blocks and rows. The
+second draws a block and a token in it, by inversion (Devroye, "Non-Uniform Random Variate Generation", 1986, page 85):
+two random numbers a row. A Gumbel-max needs one for each logit, which is 138 instructions of an H100 and not 16.
 """
 
 from __future__ import annotations
@@ -12,59 +12,87 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits that a row's program has at a time
+BLOCK = 4096  # logits of a program
 
 
 def drawn_in_one_pass(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Sample from the softmax of the scores. Its random numbers come from torch's generator of the device.
 
-    Where a logit is NaN, the log-probability is, too, and the group is refused when it is written.
+    Where a logit is NaN or infinity, or all scores rule their tokens out, the log-probability is NaN, and the group is
+    refused when it is written.
     """
     rows, vocabulary = logits_bV.shape
-    device = logits_bV.device
+    device, block = logits_bV.device, min(BLOCK, triton.next_power_of_2(vocabulary))
     sampled_b = torch.empty(rows, dtype=torch.long, device=device)
     logprobs_b = torch.empty(rows, dtype=torch.float32, device=device)
-    seeds_b = torch.randint(2**31 - 1, (rows,), dtype=torch.int32, device=device)
+    uniform_b2 = torch.rand(rows, 2, dtype=torch.float32, device=device)
+    one = scores_bV is logits_bV and temperature == 1
+    logits_bV, scores_bV = logits_bV.contiguous(), scores_bV.contiguous()
+    sums_b2K = _sums(logits_bV, temperature, block)
+    scores_sums_b2K = sums_b2K if one else _sums(scores_bV, 1.0, block)
+    blocks = sums_b2K.shape[2]
     _draw[(rows,)](
-        logits_bV.contiguous(), scores_bV.contiguous(), seeds_b, sampled_b, logprobs_b, vocabulary, float(temperature),
-        ONE=scores_bV is logits_bV, BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+        logits_bV, scores_bV, sums_b2K, scores_sums_b2K, uniform_b2, sampled_b, logprobs_b, float(temperature),
+        vocabulary, blocks, BLOCK=block, BLOCKS=triton.next_power_of_2(blocks),
     )  # fmt: skip
     return sampled_b, logprobs_b
 
 
+def _sums(logits_bV: Tensor, temperature: float, block: int) -> Tensor:
+    """The highest logit of each block, and the sum of exp(logit - highest): `[b, 2, K]` for K blocks."""
+    rows, vocabulary = logits_bV.shape
+    blocks = triton.cdiv(vocabulary, block)
+    sums_b2K = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits_bV.device)
+    _sum[(rows, blocks)](logits_bV, sums_b2K, float(temperature), vocabulary, blocks, BLOCK=block)
+    return sums_b2K
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(logits, sums, temperature, vocabulary, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    logit = logit / temperature
+    highest = tl.max(logit, 0)
+    tl.store(sums + row * 2 * blocks + block, highest)
+    tl.store(sums + row * 2 * blocks + blocks + block, tl.sum(_exp(logit, highest), 0))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
-    logits, scores, seeds, sampled, logprobs, vocabulary, temperature, ONE: tl.constexpr, BLOCK: tl.constexpr
+    logits, scores, sums, scores_sums, uniform, sampled, logprobs, temperature, vocabulary, blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    seed = tl.load(seeds + row)
-    lane = tl.arange(0, BLOCK)
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # logit of each lane so far
-    total = tl.zeros((BLOCK,), tl.float32)  # sum of exp(logit - highest)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_token = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        token = start + lane
-        inside = token < vocabulary
-        score = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
-        logit = score / temperature
-        higher = tl.maximum(highest, logit)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of lanes without a finite logit yet
-        total = total * tl.exp(highest - base) + tl.exp(logit - base)
-        highest = higher
-        if not ONE:  # a logits processor made them
-            score = tl.load(scores + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
-        uniform = tl.rand(seed, token) + 1.1641532e-10  # 2 ** -33, so that it is never 0
-        # -log(1 - u), which has few digits where u is small: the numbers that win
-        exponential = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
-        score = score - tl.log(exponential)
-        better = score > best
-        best = tl.where(better, score, best)
-        best_token = tl.where(better, token, best_token)
-    top = tl.max(highest, 0)
-    normalizer = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-    winner = tl.argmax(best, 0)
-    chosen = tl.sum(tl.where(lane == winner, best_token, 0), 0)
-    logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature
+    top, weights = _weights(sums, row, blocks, BLOCKS)
+    normalizer = tl.log(tl.sum(weights, 0))
+    _, weights = _weights(scores_sums, row, blocks, BLOCKS)
+    first = BLOCK * _drawn(weights, tl.load(uniform + 2 * row), BLOCKS)
+    token = first + tl.arange(0, BLOCK)
+    score = tl.load(scores + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    chosen = first + _drawn(_exp(score, tl.max(score, 0)), tl.load(uniform + 2 * row + 1), BLOCK)
+    chosen = tl.minimum(chosen, vocabulary - 1)  # it could be more where there are NaNs
     tl.store(sampled + row, chosen.to(tl.int64))
-    tl.store(logprobs + row, logit - normalizer)
+    logprob = tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature - top - normalizer
+    tl.store(logprobs + row, tl.where(tl.sum(weights, 0) > 0, logprob, float("nan")))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(sums, row, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.arange(0, BLOCKS)
+    highest = tl.load(sums + row * 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+    total = tl.load(sums + row * 2 * blocks + blocks + block, mask=block < blocks, other=0.0)
+    top = tl.max(highest, 0)
+    return top, total * _exp(highest, top)
+
+
+@triton.jit
+def _exp(values, highest):  # type: ignore[no-untyped-def]
+    return tl.exp(values - tl.where(highest == float("-inf"), 0.0, highest))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _drawn(weights, uniform, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first index whose share of the sum reaches a number of [0, 1), and never one of weight 0."""
+    sums = tl.where(weights > 0, tl.cumsum(weights, 0), 0.0)  # a parallel sum may rise and fall by a rounding
+    return tl.min(tl.where(sums > uniform * tl.max(sums, 0), tl.arange(0, SIZE), SIZE - 1), 0)

@@ -148,6 +148,7 @@ def test_a_process_of_a_launcher_reads_in_the_run_directory_what_it_is_to_do(
 def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
     given = {"OMP_NUM_THREADS": "7", "TOKENIZERS_PARALLELISM": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    given["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "0"
     for name, value in {**given, "CUDA_VISIBLE_DEVICES": "4,5"}.items():
         monkeypatch.setenv(name, value)
     args = argparse.Namespace(log_level="INFO", launched_by=None)
@@ -185,9 +186,11 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
     if given is not None:
         monkeypatch.setenv("FAST_INFERENCE", given)
     assert worker_begun(["-d", "cpu"]) == ("cpu", worker)
-    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+    set_by_the_role = "XLA_PYTHON_CLIENT_PREALLOCATE", "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM", *set_by_the_role):
         monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
+    for name in set_by_the_role:
+        monkeypatch.delenv(name)
     options.become_role(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
     assert os.environ["FAST_INFERENCE"] == "0"
-    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "what a reward imports takes no more than it needs"
+    assert [os.environ[name] for name in set_by_the_role] == ["false", "1"]

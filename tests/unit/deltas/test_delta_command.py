@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -171,15 +172,20 @@ def test_layers_and_kinds_of_matrices(name: str, layer: str, kind: str) -> None:
     assert (layer_of(name), kind_of(name)) == (layer, kind)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_run_directory_is_no_model_to_evaluate(kept: bool, chain: Path, tmp_path: Path, refused: Says) -> None:
+@pytest.mark.parametrize("kept", ["versions", "none yet", ""])
+def test_a_run_directory_is_no_model_to_evaluate(kept: str, chain: Path, tmp_path: Path, refused: Says) -> None:
     run = three_steps(tmp_path)
+    if kept == "none yet":
+        (tmp_path / "began").mkdir()
+        chain = Path(shutil.copy(chain / "chain.json", tmp_path / "began")).parent
     if kept:
         RunDir(run.root).update_state(delta_dir=str(chain))
     setup = tmp_path / "setup.py"
     setup.write_text("def get_trainer():\n    raise AssertionError\n")
     said = refused("evaluate", run.root, "--config", setup, "--run-dir", tmp_path / "evaluation")
-    if kept:
+    if kept == "versions":
         assert f"is a run directory. Name one of the versions that it kept, such as {run.root}@10" in said
+    elif kept:
+        assert "is a run directory. It kept none yet." in said
     else:
         assert "kept no versions" in said and "its checkpoints are in" in said

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import sampler_work
 from benchmarks.sampler_work import counted, decoding_loop, work_of_passes
 from decoding_models import EOS, GROUPS, PROMPTS, begin, completions, inputs_of, made, plain, with_sliding_window
 from decoding_models import run as run_to_the_end
@@ -19,8 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.models.cohere import modeling_cohere
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen3 import modeling_qwen3
 
-from async_grpo.engines import captured, decoding, drawing, transformers
+from async_grpo.engines import captured, decoding, drawing, fewer_kernels, transformers
 from async_grpo.engines.captured import DecodeSteps, rounded
 from async_grpo.engines.decoding import SamplingLoop
 from async_grpo.engines.fixed_batch import FixedBatch
@@ -182,8 +186,30 @@ def test_no_key_is_copied_for_the_query_heads_that_share_it() -> None:
     assert len(fixed.kernels) < len(growing.kernels)
 
 
+@pytest.mark.parametrize(("make_model", "dtype", "norms"), [(plain, torch.bfloat16, 9), (with_caps, torch.float32, 0)])
+def test_norms_and_rotations_take_fewer_kernels_where_that_computes_the_same(
+    make_model: Any, dtype: torch.dtype, norms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's norms add one to their weights."""
+    normed, model = [], make_model().to(dtype)
+    monkeypatch.setattr(fewer_kernels, "rms_norm", lambda *given: normed.append(given) or torch.rms_norm(*given))
+    loop = decoding_loop(model, UNEQUAL, 40, DecodeSteps(capture=False))
+    normed.clear()
+    (work,) = work_of_passes(loop, 1)
+    assert len(normed) == norms
+    assert sum("addcmul" in str(kernel) for kernel, *_ in work.kernels) == 2 * model.config.num_hidden_layers
+    assert not [it for it in model.modules() if "forward" in vars(it)], "in a pass only"
+
+
+def test_another_rotation_is_left() -> None:
+    assert fewer_kernels._rotates_halves(modeling_qwen3.apply_rotary_pos_emb)
+    for neighbours_or_half_as_wide in (modeling_cohere, modeling_gpt_oss):
+        assert not fewer_kernels._rotates_halves(neighbours_or_half_as_wide.apply_rotary_pos_emb)
+
+
 def test_a_token_is_a_fraction_of_the_launches_and_its_draw_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QWEN3_SHAPE", "tiny")
+    monkeypatch.setattr(sampler_work, "BLOCK", 12)  # of its vocabulary, as 4,096 are of one of 150,000
     assert [row.ok for row in counted("tiny", rows=64) if row.target] == [True, True]
 
 
@@ -389,15 +415,15 @@ def test_a_few_shapes_serve_every_batch() -> None:
 
 
 def draw(logits_bV: Tensor, scores_bV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    sampled_b = scores_bV.softmax(-1).multinomial(1)[:, 0]
-    return sampled_b, (logits_bV / temperature).log_softmax(-1).gather(1, sampled_b[:, None])[:, 0]
+    sampled_b = scores_bV.float().softmax(-1).multinomial(1)[:, 0]
+    return sampled_b, (logits_bV.float() / temperature).log_softmax(-1).gather(1, sampled_b[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
         (draw, None),
-        (lambda logits, scores, temperature: draw(logits, logits, temperature), "samples what is ruled out"),
+        (lambda logits, scores, temperature: draw(logits, logits, temperature), "they sample what is ruled out"),
         (lambda logits, scores, temperature: draw(logits, scores, 1.0), "log-probabilities that are"),
     ],
 )
@@ -409,7 +435,7 @@ def test_a_kernel_is_tried_before_it_is_taken(kernel: Any, reason: str | None) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel runs here")
 def test_without_the_kernel_tokens_are_drawn_as_before_and_the_log_says_why(messages: list[str]) -> None:
     assert drawing.drawn_on(torch.device("cuda")) is None
-    assert "tokens are sampled by several kernels, not by the one that reads the logits once: " in "\n".join(messages)
+    assert "tokens are sampled by torch's kernels, not by those that read the logits once: " in "\n".join(messages)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -178,8 +178,8 @@ def test_a_tool_whose_thread_cannot_be_started_costs_its_groups(
     async def run() -> None:
         tools = made()
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            await tools.run([call(refuses)])
-        assert not tools.in_time
+            await tools.run([call(refuses), behind := later(asyncio.sleep, delay=0)])
+        assert not tools.in_time and behind.coroutine.cr_frame is None, "it is closed"
         monkeypatch.undo()
         assert [one.value for one in await tools.run([call(lambda: "a")])] == ["a"]
 

@@ -101,8 +101,7 @@ def _absolute(model: str) -> str:
     if path.exists() and not any((path / name).exists() for name in _CONFIGS):
         if RunDir(path).read_state() is None:
             raise UsageError(f"{model} holds no weights: it has neither {' nor '.join(_CONFIGS)}.")
-        newest = max(Chain(chain_folder(path)).versions)
-        raise UsageError(
-            f"{model} is a run directory. Name one of the versions that it kept, such as {model}@{newest}."
-        )
+        newest = max(Chain(chain_folder(path)).versions, default=None)
+        such_as = f"Name one of the versions that it kept, such as {model}@{newest}."
+        raise UsageError(f"{model} is a run directory. {such_as if newest is not None else 'It kept none yet.'}")
     return str(path.absolute()) if path.exists() else model

@@ -90,7 +90,7 @@ class Tools:
                     outcomes[index] = Outcome(error=Refused(call.error))
                 elif call.coroutine is None:
                     outcomes[index] = await self._in_thread(call, owner)
-        except asyncio.CancelledError:
+        except BaseException:  # also where no thread can be started
             for call in later.values():
                 call.coroutine.close()
             raise
