@@ -25,10 +25,9 @@ def replacements(model: nn.Module) -> list[Replacement]:
     norms = [it for it in model.modules() if type(it).__name__.endswith("RMSNorm") and "forward" not in vars(it)]
     alike = {kind: _is_plain(norm) for kind, norm in {type(it): it for it in norms}.items()}
     modules = {sys.modules.get(type(it).__module__) for it in model.modules()}
-    rotating = [it for it in modules if hasattr(it, ROTATION) and _rotates_halves(getattr(it, ROTATION))]
     return [
         *((norm, "forward", partial(_normed, norm)) for norm in norms if alike[type(norm)]),
-        *((it, ROTATION, partial(_rotated, getattr(it, ROTATION))) for it in rotating),
+        *((it, ROTATION, partial(_rotated, own)) for it in modules if _rotates(own := getattr(it, ROTATION, None))),
     ]
 
 
@@ -45,7 +44,7 @@ def replaced(parts: Sequence[Replacement]) -> Iterator[None]:
 
 def _is_plain(norm: Any) -> bool:
     try:
-        hidden = torch.linspace(-2, 3, norm.weight.numel()).to(norm.weight)
+        hidden = torch.linspace(-2, 3, norm.weight.numel(), dtype=norm.weight.dtype, device=norm.weight.device)
         for mine in (hidden, hidden.bfloat16()) if hidden.dtype == torch.float32 else (hidden,):
             within = 8 * torch.finfo(mine.dtype).eps
             torch.testing.assert_close(_normed(norm, mine), norm.forward(mine), rtol=within, atol=within)
@@ -62,10 +61,11 @@ def _normed(norm: Any, hidden: Tensor) -> Tensor:
         return rms_norm(hidden.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def _rotates_halves(rotate: Any) -> bool:
-    if [*inspect.signature(rotate).parameters] != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+def _rotates(rotate: Any) -> bool:
+    if rotate is None or [*inspect.signature(rotate).parameters] != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
-    q, k, cos, sin = torch.split(torch.linspace(-2, 3, 40).view(5, 1, 8), [2, 1, 1, 1])
+    numbers = torch.linspace(-2, 3, 40, dtype=torch.float32, device="cpu")
+    q, k, cos, sin = torch.split(numbers.view(5, 1, 8), [2, 1, 1, 1])
     try:
         for it in (torch.float32, torch.bfloat16):
             given = q[None].to(it), k[None].to(it), cos, sin

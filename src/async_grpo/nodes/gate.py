@@ -267,7 +267,9 @@ class _Gate:
             raise PeerDiedError(f"cannot have workers now: {why}")
         if why:
             raise NodeRefused(f"{machine.name}: {why}")
-        with closing(self._queue(number, machine, workers)) as queue:
+        device = f"{machine.name}: {counted(workers, 'worker')}"
+        run_id, stall_s = self._state.run_id, self._state.plan.training.stall_warning
+        with closing(self._queue(number, device, workers)) as queue:
             logger.info(
                 "{} joins as dev{}: versions and setup file as here, {}, after {}",
                 machine.name,
@@ -282,11 +284,7 @@ class _Gate:
             )
             activity = Activity()  # only now: one without the lock would be a dead worker
             activity.publish(
-                self._run.root,
-                queue.name,
-                device=f"{machine.name}: {counted(workers, 'worker')}",
-                run_id=self._state.run_id,
-                state=LOADING,
+                self._run.root, queue.name, device=device, run_id=run_id, state=LOADING, stall_after_s=stall_s
             )
             FarNodeSeat(
                 node,
@@ -301,8 +299,7 @@ class _Gate:
                 figures=row,
             ).serve(self._goes_on)
 
-    def _queue(self, number: int, machine: Machine, workers: int) -> WorkerQueue:
-        device = f"{machine.name}: {counted(workers, 'worker')}"
+    def _queue(self, number: int, device: str, workers: int) -> WorkerQueue:
         try:
             return WorkerQueue.open(self._run.root, number, device, far_workers=workers)
         except QueueError as error:  # a worker that was started by hand has the number

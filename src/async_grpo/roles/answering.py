@@ -75,23 +75,22 @@ def serve_answers(options: ServerOptions) -> None:
 
     stop = StopRequest().install()
     run, plan = RunDir(options.run_dir), options.plan
+    device, training, stall_s = plan.master_device, plan.training, plan.training.stall_warning
     work, role = (evaluator.evaluate_all, "evaluation") if plan.rows is None else (row_sampler.generate, "generation")
     write_stacks_on_signal(run.stacks(SERVER))
     with server_of(run, role) as (lock, state), _telling_how_it_ended(run):
-        activity.publish(run.root, SERVER, device=plan.master_device, run_id=state.run_id, state=LOADING)
-        StallReporter(activity, run.root, plan.training.stall_warning).start()
+        activity.publish(run.root, SERVER, device=device, run_id=state.run_id, state=LOADING, stall_after_s=stall_s)
+        StallReporter(activity, run.root, stall_s).start()
         own_compile_cache("parameter_server", os.environ)
-        check_torch_sees(plan.master_device)
+        check_torch_sees(device)
         with gc_paused():
-            seed, values = plan.training.seed, plan.training.set
-            trainer = load_trainer(plan.config, engine_here=False, seed=seed, config_values=values)
+            trainer = load_trainer(plan.config, engine_here=False, seed=training.seed, config_values=training.set)
         if plan.num_workers:  # those that are started by hand may have another environment
             check_needs(trainer)
         stop.defer()
         run.update_state(of=state.run_id, undo=None)  # a resume is accepted
-        attempts = plan.training.max_attempts
         with (
-            closing(ServerQueue.open(run.root, state.run_id, max_attempts=attempts, lock=lock)) as queue,
+            closing(ServerQueue.open(run.root, state.run_id, max_attempts=training.max_attempts, lock=lock)) as queue,
             PublishedModels(trainer, run, plan.weights) as weights,
         ):
             done = work(AnswerServer(run, plan, state, trainer, queue, weights, lambda: stop.requested))

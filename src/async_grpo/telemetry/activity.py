@@ -149,9 +149,7 @@ class Activity:
         self._jobs: dict[int, JobActivity] = {}
         self._calls: dict[int, ToolCall] = {}
 
-    def publish(
-        self, root: Path, name: str, *, device: str, run_id: str, state: str, stall_after_s: float = 60.0
-    ) -> None:
+    def publish(self, root: Path, name: str, *, device: str, run_id: str, state: str, stall_after_s: float) -> None:
         """Write to `alive/NAME.status` from now on, and start over: a process has one life."""
         path = activity_file(root, name)
         make_folder(path.parent)

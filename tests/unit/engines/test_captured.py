@@ -202,9 +202,9 @@ def test_norms_and_rotations_take_fewer_kernels_where_that_computes_the_same(
 
 
 def test_another_rotation_is_left() -> None:
-    assert fewer_kernels._rotates_halves(modeling_qwen3.apply_rotary_pos_emb)
+    assert fewer_kernels._rotates(modeling_qwen3.apply_rotary_pos_emb)
     for neighbours_or_half_as_wide in (modeling_cohere, modeling_gpt_oss):
-        assert not fewer_kernels._rotates_halves(neighbours_or_half_as_wide.apply_rotary_pos_emb)
+        assert not fewer_kernels._rotates(neighbours_or_half_as_wide.apply_rotary_pos_emb)
 
 
 def test_a_token_is_a_fraction_of_the_launches_and_its_draw_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_a_worker_that_hangs_on_a_job_is_killed_and_started_again(stage: Stage) 
         worker=f"""
             if started(ROLE) == 1:
                 from async_grpo.telemetry.activity import activity
-                activity.publish(RUN, "dev1", device="cpu", run_id="x", state="loading")
+                activity.publish(RUN, "dev1", device="cpu", run_id="x", state="loading", stall_after_s=60)
                 activity.has_jobs([1], "generating")
                 until(lambda: False)
             {FOLLOW_THE_RUN}

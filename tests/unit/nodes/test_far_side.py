@@ -127,7 +127,7 @@ def test_a_worker_that_loads_is_none_to_the_server(here: _RunHere) -> None:
     activity = Activity()
     with closing(WorkerQueue.open(here._run.root, 1, "cpu")) as worker:
         assert here.exchange([], b"").workers == 0
-        activity.publish(here._run.root, worker.name, device="cpu", run_id=RUN, state=LOADING)
+        activity.publish(here._run.root, worker.name, device="cpu", run_id=RUN, state=LOADING, stall_after_s=60)
         assert here.exchange([], b"").workers == 0
         activity.waits("jobs")
         assert here.exchange([], b"").workers == 1
@@ -139,7 +139,7 @@ def test_groups_that_get_their_rewards_are_told_at_once(here: _RunHere, monkeypa
     monkeypatch.setattr(far, "POLL_S", 600.0)
     activity = Activity()
     with closing(WorkerQueue.open(here._run.root, 1, "cpu")) as worker:
-        activity.publish(here._run.root, worker.name, device="cpu", run_id=RUN, state=GENERATING)
+        activity.publish(here._run.root, worker.name, device="cpu", run_id=RUN, state=GENERATING, stall_after_s=60)
         here._ready_workers()
         activity.has_jobs([1, 2], GENERATING)
         activity.has_jobs([2], SCORING)

@@ -374,7 +374,7 @@ def test_an_evaluation_without_training_has_a_bar_of_problems(tmp_path: Path) ->
     run_id = prepare(tmp_path / "evaluation", planned(tmp_path / "x.py")).run_id
     root, lock, server = tmp_path / "evaluation", server_lock(tmp_path / "evaluation"), Activity()
     assert lock.try_acquire({"role": "evaluation"})
-    server.publish(root, "server", device="cpu", run_id=run_id, state=LOADING)
+    server.publish(root, "server", device="cpu", run_id=run_id, state=LOADING, stall_after_s=60)
     assert "is loading x.py" in shown(root), "its process is alive, and no parameter server was killed"
     server.doing(EVALUATING, version=0)
     server.evaluates(answered=30, problems=120, eta_s=9.0)

@@ -36,7 +36,7 @@ from async_grpo.telemetry.waiting import Reminder, wait_until
 def worker(root: Path, name: str = "dev1", state: str = LOADING) -> Activity:
     """A process of the run in `root` that writes what it does."""
     writer = Activity()
-    writer.publish(root, name, device="cpu", run_id="run", state=state)
+    writer.publish(root, name, device="cpu", run_id="run", state=state, stall_after_s=60)
     return writer
 
 
@@ -217,7 +217,7 @@ import re, sys
 from pathlib import Path
 from async_grpo.telemetry.activity import WAITING, activity
 from async_grpo.telemetry.stalls import StallReporter
-activity.publish(Path(sys.argv[1]), "dev1", device="cpu", run_id="r", state=WAITING)
+activity.publish(Path(sys.argv[1]), "dev1", device="cpu", run_id="r", state=WAITING, stall_after_s=60)
 StallReporter(activity, Path(sys.argv[1]), after_s=1.0).start()
 activity.calls_tool(0, "matches")
 re.match("(a+)+$", "a" * 64 + "b")
@@ -326,7 +326,7 @@ def test_what_a_killed_process_said_last_stays(tmp_path: Path) -> None:
         import os, signal
         from pathlib import Path
         from async_grpo.telemetry.activity import activity
-        activity.publish(Path({str(tmp_path)!r}), "dev1", device="cpu", run_id="run", state="loading")
+        activity.publish(Path({str(tmp_path)!r}), "dev1", device="cpu", run_id="run", state="loading", stall_after_s=60)
         activity.doing("generating", version=4)
         os.kill(os.getpid(), signal.SIGKILL)
     """
