@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_async.py [--device 0|cpu] [--shape 0.6B|tiny] [--steps N] [--workers 1,2,4] [--limit SECONDS]
 
-The first two steps warm up and are not counted. Memory of a process is what nvidia-smi says, at most, while it ran.
+The first four steps are not counted, which warm up and use what was sampled meanwhile, nor are the last two, during
+which workers have nothing left to do. Memory of a process is what nvidia-smi says, at most, while it ran.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
-WARM_UP = 2
+WARM_UP, LAST = 4, 2
 SAMPLE_S = 1.0
 
 
@@ -40,7 +41,8 @@ def main() -> int:
     rows = [("TRL alone", ["--device", options.device])]
     for count in map(int, options.workers.split(",")):
         devices = ",".join([options.device] * count)
-        arguments = ["--master-device-id", options.device, "--worker-device-ids", devices]
+        arguments = ["--master-device-id", options.device, "--worker-device-ids", devices, "--generator", "hf"]
+        arguments += ["--max-staleness", "1"]
         rows.append((f"{count} worker{'s' if count > 1 else ''}", arguments))
     if options.waiting:
         rows.append((f"{rows[1][0]}, waiting for the GPU at every token", rows[1][1]))
@@ -74,7 +76,7 @@ def measure(arguments: list[str], options: argparse.Namespace, *, wait: bool = F
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
             "QWEN3_SHAPE": options.shape,
             "COMPLETION": str(options.completion),
-            "STEPS": str(options.steps + WARM_UP),
+            "STEPS": str(WARM_UP + options.steps + LAST),
             "STEP_LOG": str(log),
             "WAIT_AT_EVERY_TOKEN": "1" if wait else "0",
         }
@@ -84,7 +86,7 @@ def measure(arguments: list[str], options: argparse.Namespace, *, wait: bool = F
             memory = watch(run, options.limit)
         print(last_step(Path(folder) / "output.txt"), file=sys.stderr, flush=True)
         steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        counted = steps[WARM_UP - 1 :]
+        counted = steps[WARM_UP - 1 : WARM_UP + options.steps]
         if len(counted) < 2:
             print((Path(folder) / "output.txt").read_text(errors="replace")[-3000:], file=sys.stderr)
             return None

@@ -215,6 +215,7 @@ def served(setting: Setting, device: str, workers: int) -> Case:
         env=served_env(setting, device),
         target=">= 0.35" if one else "",
         target_trl=">= 3" if one else "",
+        row_limits=2.0 if one else 1.0,
     )
 
 

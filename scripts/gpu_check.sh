@@ -5,8 +5,8 @@
 #
 # usage: scripts/gpu_check.sh [PART ...] [--budget SECONDS] [--report FILE] [--wheels FOLDER] [--vllm FOLDER]
 #                             [--dry-run] [--plan]
-#   PART       by default all: smoke, vllm, sampler, kill, one_gpu, async, weights, padding, tests, kinds, deterministic,
-#              full, gsm8k, targets
+#   PART       by default all: smoke, vllm, engine, sampler, kill, one_gpu, async, weights, padding, tests, kinds,
+#              deterministic, full, gsm8k, targets
 #   --budget   begin nothing whose time limit is more than what is left of this; where at least half of the limit is
 #              left, the limit is what is left. The report says what was left out
 #   --report   default: gpu_report.md, in $OUT where that is set; figures go next to it as JSON
@@ -26,7 +26,7 @@ wheels=
 vllm=
 dry_run=
 plan=
-all=(smoke vllm sampler kill one_gpu async weights padding tests kinds deterministic full gsm8k targets)
+all=(smoke vllm engine sampler kill one_gpu async weights padding tests kinds deterministic full gsm8k targets)
 side_by_side=(tests kinds deterministic)
 parts=()
 among() { [[ " ${*:2} " == *" $1 "* ]]; } # among WORD WORD...
@@ -132,26 +132,41 @@ run_smoke() {
     fi
 }
 
-# vLLM in a worker: weights by mapped memory, its log-probabilities against the trainer's, updates in flight, adapters.
-# Nothing runs beside it: vLLM refuses to start where another process gives memory back while it looks for its own.
+vllm_is_there() {
+    [[ $plan ]] || "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))' ||
+        { leave_out "vLLM" "${no_vllm:-it is not installed}." && return 1; }
+}
+
+has_adapters() { # 0.26 lacks names that they need (docs/gpu.md)
+    [[ $plan ]] || "$python" -c 'from importlib.metadata import version; exit(version("vllm") < "0.27")' 2>/dev/null
+}
+
+# vLLM in a worker: weights by mapped memory, its log-probabilities against the trainer's, an adapter. Nothing runs
+# beside it: vLLM refuses to start where another process gives memory back while it looks for its own.
 run_vllm() {
-    if [[ ! $plan ]] && ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))'; then
-        leave_out "vLLM" "${no_vllm:-it is not installed}."
-        return
-    fi
-    local device=cuda:0 kinds=vllm sizes=(--shape 0.6B) how=(-v -s) limits=(60 210 180 120)
-    # On a CPU `make test-vllm` runs such tests anyway.
-    [[ ! $dry_run ]] || device=cpu kinds="vllm and not adapter" sizes=(--shape small --quick) how=(--collect-only) \
-        limits=(120 420 360 240)
+    local -x PYTHONPATH="$PYTHONPATH${vllm_site:+:$vllm_site}" # here alone: TRL imports vLLM wherever it finds it
+    vllm_is_there || return
+    local kinds=vllm limits=(60 330)
+    has_adapters || kinds="vllm and not adapter"
+    [[ ! $dry_run ]] || kinds="vllm and not adapter" limits=(120 420)
     part "vLLM" "${limits[0]}" "$python" -c 'from vllm import LLM, __version__; print(LLM, __version__)' &&
         part "vLLM: runs" "${limits[1]}" "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -m gpu -rA -s -q \
-            -p no:cacheprovider -k "$kinds" &&
-        LOGURU_LEVEL=INFO part "vLLM: tokens a second" "${limits[2]}" "$python" benchmarks/generators.py \
-            "${sizes[@]}" --json "$results/gpu_vllm.json" &&
-        GPU_TESTS_DEVICE=$device part "vLLM: updates in flight, adapters" "${limits[3]}" "$python" -m pytest \
-            tests/with_vllm/test_vllm_engine.py "${how[@]}" -W ignore -p no:logging -p no:cacheprovider \
-            -k "in_flight or two_versions" ||
-        leave_out "The rest of vLLM" "see above."
+            -p no:cacheprovider -k "$kinds" ||
+        leave_out "The rest of vLLM in a worker" "see above."
+}
+
+# Its engine alone: tokens a second, updates in flight, adapters.
+run_engine() {
+    local -x PYTHONPATH="$PYTHONPATH${vllm_site:+:$vllm_site}"
+    vllm_is_there || return
+    local device=cuda:0 kinds="in_flight or two_versions" sizes=(--shape 0.6B) how=(-v -s) limits=(330 180)
+    has_adapters || kinds=in_flight
+    # On a CPU `make test-vllm` runs such tests anyway.
+    [[ ! $dry_run ]] || device=cpu sizes=(--shape small --quick) how=(--collect-only) limits=(360 220)
+    LOGURU_LEVEL=INFO part "vLLM: tokens a second" "${limits[0]}" "$python" benchmarks/generators.py "${sizes[@]}" \
+        --json "$results/gpu_vllm.json"
+    GPU_TESTS_DEVICE=$device part "vLLM: updates in flight, adapters" "${limits[1]}" "$python" -m pytest \
+        tests/with_vllm/test_vllm_engine.py "${how[@]}" -W ignore -p no:logging -p no:cacheprovider -k "$kinds"
 }
 
 # The graphs and the kernel of `--generator hf` give the tokens of the loop without them.
@@ -182,7 +197,7 @@ run_async() {
             --completion 8 --workers 1 --limit 120 --json "$results/gpu_async.json"
     else
         part "Asynchronous against TRL alone" 420 "$python" benchmarks/gpu_async.py --workers 1,2 --waiting \
-            --completion 64 --limit 95 --json "$results/gpu_async.json"
+            --completion 64 --limit 80 --json "$results/gpu_async.json"
     fi
 }
 
@@ -238,7 +253,7 @@ run_deterministic() {
         cd "$1" || exit 1
         for run in 1 2; do
             "$2" -m async_grpo.cli train "$3/src/app/trainer_setup_tiny.py" --deterministic --steps 4 --eval-every 0 \
-                --master-device-id "$4" --worker-device-ids "$4,$4" --run-dir "$1/deterministic$run" \
+                --master-device-id "$4" --worker-device-ids "$4,$4" --generator hf --run-dir "$1/deterministic$run" \
                 --set save_steps=4 --set "output_dir=$1/out$run" || exit 1
         done
         sha256sum "$1"/out?/checkpoint-4/model.safetensors
@@ -264,7 +279,7 @@ run_gsm8k() {
     part "GSM8K" $limit bash -c '
         cd "$1" || exit 1
         timeout "$2" env MODEL_PATH="$3" "$4" -m async_grpo.cli train "$5/src/app/trainer_setup_gsmk.py" \
-            --steps "$6" --eval-every 0 --master-device-id "$7" --worker-device-ids "$7,$7" \
+            --steps "$6" --eval-every 0 --master-device-id "$7" --worker-device-ids "$7,$7" --generator hf \
             --run-dir "$1/worker"
         code=$?
         ((code == 124)) && echo "stopped after its $2 s" && code=0
@@ -329,7 +344,6 @@ once() {
         rm -rf "$site" "$site.sha256" && mkdir -p "$site" && "$3" "$2" "$site" || return 1
         printf '%s\n' "$sums" >"$site.sha256" # last: what was broken off begins again
     fi
-    export PYTHONPATH="$PYTHONPATH:$PWD/$site"
 }
 
 install_wheels() { "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$2" "$1"/*.whl; }
@@ -340,10 +354,15 @@ tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filt
 }
 
 no_vllm=
+vllm_site=
 if [[ ! $plan ]]; then
-    [[ ! $wheels ]] || once wheels-site "$wheels" install_wheels || exit 1
-    if [[ $vllm ]] && ! once vllm-site "$vllm" unpack_vllm; then
-        failed=1 no_vllm="the pieces in $vllm could not be unpacked"
+    if [[ $wheels ]]; then
+        once wheels-site "$wheels" install_wheels || exit 1
+        export PYTHONPATH="$PYTHONPATH:$PWD/.gpu/wheels-site"
+    fi
+    if [[ $vllm ]]; then
+        vllm_site=$PWD/.gpu/vllm-site
+        once vllm-site "$vllm" unpack_vllm || failed=1 no_vllm="the pieces in $vllm could not be unpacked"
     fi
 fi
 about_the_machine() {
@@ -352,7 +371,7 @@ about_the_machine() {
     {
         nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "no GPU"
         "$python" -c 'import platform; print("Python", platform.python_version())'
-        "$python" -m pip list 2>/dev/null | grep -iE '^(torch|cupy[a-z0-9-]*|transformers|trl|peft|accelerate|vllm|unsloth|bitsandbytes) '
+        PYTHONPATH="$PYTHONPATH${vllm_site:+:$vllm_site}" "$python" -m pip list 2>/dev/null | grep -iE '^(torch|cupy[a-z0-9-]*|transformers|trl|peft|accelerate|vllm|unsloth|bitsandbytes) '
     } >>"$report"
     say '```'
 }

@@ -155,7 +155,7 @@ def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
         elif found := re.search(r"at most (\d+) s", line):
             limits[part] += int(found[1])
     assert " ".join(limits) == (
-        "smoke vllm sampler kill one_gpu async weights padding tests kinds deterministic full gsm8k targets"
+        "smoke vllm engine sampler kill one_gpu async weights padding tests kinds deterministic full gsm8k targets"
     )
     assert all(0 < limits[part] < 600 for part in limits if part != "targets")
     at_once = sum(limits[part] for part in ("tests", "kinds", "deterministic")) - limits["tests"]

@@ -22,7 +22,7 @@ STEPS = 20
 
 def test_the_part_of_the_gpu_check_without_a_gpu(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
-    check = [str(ROOT / "scripts" / "gpu_check.sh"), "vllm", "--dry-run", "--report", str(report)]
+    check = [str(ROOT / "scripts" / "gpu_check.sh"), "vllm", "engine", "--dry-run", "--report", str(report)]
     ended = subprocess.run(check, env={**os.environ, "PYTHON": sys.executable}, timeout=560, check=False)
     assert ended.returncode == 0 and "Left out" not in report.read_text(), report.read_text()
     assert "vLLM in our worker" in report.read_text(), "tokens a second"

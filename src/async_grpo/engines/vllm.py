@@ -61,6 +61,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the cores: none of them may claim one for itself
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # with `PROCESSED` it is never taken, and asking for it needs flashinfer
 }
 PROCESSED = "processed_logprobs"  # of the distribution that is sampled from, after temperature, top_p, ...
 CPU_BLOCK = 32  # tokens; whole blocks are cached, and vLLM's 128 are more than a short dialogue has at its second turn
@@ -255,7 +256,9 @@ class VLLMEngine:
     def _load_all(self, weights: Mapping[str, Tensor]) -> None:
         model = self._runner.get_model()
         loaded = model.load_weights(iter(weights.items()))
-        wanted = {plain(name) for name, _ in model.named_parameters()}
+        kept = model.state_dict()  # the dummy loader fills its buffers, too; `_k_scale` and its like are not of a model
+        buffers = (it for it, own in model.named_buffers() if it in kept and own.is_floating_point() and "._" not in it)
+        wanted = {plain(name) for name in (*dict(model.named_parameters()), *buffers)}
         missing = sorted(wanted - {plain(name) for name in loaded})
         if missing:
             raise UnsupportedError(
@@ -321,6 +324,7 @@ class VLLMEngine:
     def _build(self, trainer: Any, folder: Path | None, seed: int, **changes: Any) -> LLMEngine:
         """An engine for the trainer's model, without weights."""
         from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         refuse_several_gpus(trainer)
@@ -338,11 +342,12 @@ class VLLMEngine:
                 "model": str(described),
                 "skip_tokenizer_init": not self._with_text,
                 "load_format": "dummy",  # the weights come from the trainer
-                "async_scheduling": False,  # a step returns the tokens that it sampled, so their version is known
                 "logprobs_mode": PROCESSED,
                 "disable_log_stats": True,
                 "enforce_eager": on_cpu,
                 **({"block_size": CPU_BLOCK} if on_cpu else {}),
+                # A step then returns the tokens that it sampled, so their version is known.
+                **({"async_scheduling": False} if self._in_flight_update or self._deterministic else {}),
                 **(ENGINE_OPTIONS if self._sees_images else {}),
                 **engine_options(trainer, seed=seed, deterministic=self._deterministic),
                 **({"max_loras": 1 if self._in_flight_update else ADAPTERS_AT_ONCE} if self._adapter else {}),
@@ -350,7 +355,8 @@ class VLLMEngine:
                 **changes,
             }
             try:
-                return LLMEngine.from_engine_args(EngineArgs(**arguments))
+                # As `vllm.LLM`: on a GPU a step prefills 16,384 tokens then, and not 2,048.
+                return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
             except ValueError as error:
                 if self._returns_kept:
                     raise cannot_return_kept(error) from error

@@ -13,7 +13,7 @@ Without columns on the left, it does where its positions are relative or count w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -38,6 +38,7 @@ WORTH = 1 / 64  # one more piece saves as many of the tokens that are there
 CUTS = 256  # most cuts at which rows may be divided
 REAL, PADDED = 16, 8  # tokens of the trial
 EXACT, ROUNDED = 1e-3, 0.05  # nats, mean of the tokens: more is not rounding in float32, or in what computes with less
+MOST_ROUNDED = 0.5  # where a row of its own kind moves as far, only because another has padding
 BY_LENGTH = ("dynamic", "longrope")  # rotary positions that change once a batch is longer than the original limit
 
 
@@ -90,13 +91,12 @@ class Pieces:
         if len(pieces) == 1 and pieces[0].tokens == ids.numel():
             return tuple(compute(ids, mask, keep)), ids.numel()
         first = ids.shape[1] - keep  # column of the completions
+        order = torch.tensor([row for piece in pieces for row in piece.rows], dtype=torch.long, device=ids.device)
         parts = []
-        for piece in pieces:
+        for piece, rows in zip(pieces, torch.split(order, [len(piece.rows) for piece in pieces]), strict=True):
             columns = slice(piece.start, piece.stop)
-            parts.append(compute(ids[piece.rows, columns], mask[piece.rows, columns], piece.stop - first))
-        order = [row for piece in pieces for row in piece.rows]
-        back = torch.tensor(order, dtype=torch.long, device=ids.device).argsort()
-        answers = tuple(_whole(column, keep, back) for column in zip(*parts, strict=True))
+            parts.append(compute(ids[rows, columns], mask[rows, columns], piece.stop - first))
+        answers = tuple(_whole(column, keep, order.argsort()) for column in zip(*parts, strict=True))
         return answers, sum(piece.tokens for piece in pieces)
 
     def _pieces(
@@ -128,8 +128,8 @@ class Pieces:
     def _tried(self, model: Any, compute: Compute, tokens: Tensor) -> _Padding:
         """Compute some tokens alone, and with padding on each side: the answers should be the same."""
         module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-        apart = [float(it) for it in self._accelerator.gather(_apart(model, compute, tokens)[None]).amax(0)]
-        most = EXACT if _is_exact(module, self._accelerator) else ROUNDED
+        *apart, rounding = self._accelerator.gather(_apart(model, compute, tokens)[None]).amax(0).tolist()
+        most = EXACT if _is_exact(module, self._accelerator) else max(ROUNDED, min(2 * rounding, MOST_ROUNDED))
         left, right = (nats <= most for nats in apart)
         if not (left and right) and self._accelerator.is_main_process:
             logger.info(
@@ -217,18 +217,21 @@ def _whole(parts: Sequence[Tensor | None], keep: int, back: Tensor) -> Tensor | 
 
 
 def _apart(model: Any, compute: Compute, tokens: Tensor) -> Tensor:
-    """How far padding on the left, and on the right, moves what a model says: means over tokens, [2]."""
+    """How far padding on the left, on the right, and of another row moves what a model says: means over tokens, [3]."""
     row = tokens[torch.arange(REAL, device=tokens.device) % len(tokens)][None]
 
-    def answer(left: int, right: int) -> Tensor:
+    def answer(left: int, right: int, of_another: int = 0) -> Tensor:
         ids, mask = pad(row, (left, right), value=int(row[0, -1])), pad(torch.ones_like(row), (left, right))
+        if of_another:  # attention takes another kernel, which rounds otherwise
+            ids, mask = ids.repeat(2, 1), torch.cat([mask, pad(mask[:, of_another:], (of_another, 0))])
         said = compute(ids, mask, REAL - 1 + right)[0]
         assert said is not None, "a model that is trained says something of each token"
-        return said[:, : REAL - 1].float()
+        return said[:1, : REAL - 1].float()
 
     with _evaluating(model):
         alone = answer(0, 0)
-        return torch.stack([(answer(*sides) - alone).abs().mean() for sides in ((PADDED, 0), (0, PADDED))])
+        sides = (PADDED, 0), (0, PADDED), (0, 0, PADDED)
+        return torch.stack([(answer(*padding) - alone).abs().mean() for padding in sides])
 
 
 @contextmanager
@@ -251,7 +254,14 @@ def _is_exact(module: Any, accelerator: Any) -> bool:
     if any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         return False
     is_cpu = accelerator.device.type == "cpu"
-    return accelerator.mixed_precision in (None, "no") and (is_cpu or not torch.backends.cuda.matmul.allow_tf32)
+    return accelerator.mixed_precision in (None, "no") and (is_cpu or multiplies_in_float32())
+
+
+def multiplies_in_float32() -> bool:
+    """Whether a GPU computes products of float32 as such, and not in TF32."""
+    with suppress(RuntimeError):  # torch's answer where its older and its newer settings were mixed
+        return torch.get_float32_matmul_precision() == "highest"
+    return False
 
 
 def _longest(module: Any) -> float:

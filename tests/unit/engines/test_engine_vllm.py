@@ -33,7 +33,7 @@ def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """The folders that a stand-in for vLLM was started on, and what was in them then."""
     seen: list[tuple[str, list[str]]] = []
 
-    def from_engine_args(args: SimpleNamespace) -> None:
+    def from_engine_args(args: SimpleNamespace, usage_context: str) -> None:
         if getattr(args, "return_sampling_mask", False):
             raise ValueError("sampling distribution replay requires Model Runner V2")
         seen.append((args.model, sorted(path.name for path in Path(args.model).iterdir())))
@@ -42,7 +42,10 @@ def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     engine.LLMEngine = SimpleNamespace(from_engine_args=from_engine_args)  # type: ignore[attr-defined]
     vllm = ModuleType("vllm")
     vllm.EngineArgs = SimpleNamespace  # type: ignore[attr-defined]
-    for module in (vllm, ModuleType("vllm.v1"), ModuleType("vllm.v1.engine"), engine):
+    usage = ModuleType("vllm.usage.usage_lib")
+    usage.UsageContext = SimpleNamespace(LLM_CLASS="LLM")  # type: ignore[attr-defined]
+    packages = map(ModuleType, ("vllm.v1", "vllm.v1.engine", "vllm.usage"))
+    for module in (vllm, *packages, engine, usage):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(vllm_engine, "engine_options", lambda *_, **__: {})
     monkeypatch.setattr(vllm_engine, "refuse_several_gpus", lambda trainer: None)
@@ -88,6 +91,20 @@ def test_an_engine_without_a_folder_takes_a_temporary_one(built_from: list[tuple
     build(None)
     [(folder, files)] = built_from
     assert files == ["config.json"] and not Path(folder).exists()
+
+
+def test_a_buffer_that_the_checkpoint_would_fill_is_refused() -> None:
+    """Its dummy loader has put random numbers there, and the trainer publishes parameters only."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.attention = torch.nn.Module()
+    model.attention.register_buffer("_k_scale", torch.ones(1))
+    model.load_weights = lambda weights: {"weight"}  # type: ignore[assignment]
+    engine: Any = object.__new__(VLLMEngine)
+    engine._runner = SimpleNamespace(get_model=lambda: model)
+    engine._load_all({})
+    model.register_buffer("layer_scalar", torch.ones(1))
+    with pytest.raises(UnsupportedError, match=r"1 parameters .* does not publish, the first is layer_scalar"):
+        engine._load_all({})
 
 
 class CUDAStreams:

@@ -156,7 +156,7 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path: Path, name: 
     assert victim.read_text() == "mine\n"
 
 
-WHO = {"device": "cpu", "run_id": "run", "state": "loading"}
+WHO = {"device": "cpu", "run_id": "run", "state": "loading", "stall_after_s": 60.0}
 
 
 @pytest.mark.parametrize("folder", ["board", "board/run", "alive"])

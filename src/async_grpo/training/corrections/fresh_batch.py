@@ -11,7 +11,6 @@ The first judgement of a run may stop it; later ones, and those after it in a re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from async_grpo.errors import RunRefused
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.log import logger
 from async_grpo.setup.generator_choice import ENGINES
+from async_grpo.setup.pieces import multiplies_in_float32
 from async_grpo.training.corrections.kept_log_probs import IDS, SIZES
 from async_grpo.training.corrections.weights import loss_mask
 
@@ -106,13 +106,7 @@ def _rounding(trainer: Any, generator: str | None, publish_dtype: str | None) ->
         return f"--publish-dtype {publish_dtype}"
     if generator is None or not ENGINES[generator].in_place:
         return "an engine that is not transformers" if generator else "the engine of workers started by hand"
-    return "" if trainer.accelerator.device.type == "cpu" or _computes_in_float32() else "TF32"
-
-
-def _computes_in_float32() -> bool:
-    with suppress(RuntimeError):  # torch's answer where its older and its newer settings were mixed
-        return torch.get_float32_matmul_precision() == "highest"
-    return False
+    return "" if trainer.accelerator.device.type == "cpu" or multiplies_in_float32() else "TF32"
 
 
 class FreshBatch(TrainerCallback):
