@@ -138,7 +138,7 @@ vllm_is_there() {
 }
 
 has_adapters() { # 0.26 lacks names that they need (docs/gpu.md)
-    [[ $plan ]] || "$python" -c 'from importlib.metadata import version; exit(version("vllm") < "0.27")' 2>/dev/null
+    [[ $plan ]] || "$python" -c 'from vllm import __version__; exit(__version__ < "0.27")' 2>/dev/null
 }
 
 # vLLM in a worker: weights by mapped memory, its log-probabilities against the trainer's, an adapter. Nothing runs
