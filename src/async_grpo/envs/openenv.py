@@ -135,22 +135,19 @@ def _listed(client: Any, base_url: str) -> dict[str, Callable[..., str]]:
         tools = client.step({"type": "list_tools"}).observation.get("tools")
     if not tools:
         raise UnsupportedError(f"The environment at {base_url} lists no tools, so the model could do nothing in it.")
-    return {
-        tool["name"]: _described(
-            _calling(tool["name"]), tool["name"], tool.get("description") or "", tool["input_schema"]
-        )
-        for tool in tools
-    }
+    return {tool["name"]: _calling(tool) for tool in tools}
 
 
-def _calling(name: str) -> Callable[..., str]:
+def _calling(tool: Mapping[str, Any]) -> Callable[..., str]:
+    name = tool["name"]
+
     def call(self: OpenEnvSession, **arguments: Any) -> str:
         observed = self._step({"type": "call_tool", "tool_name": name, "arguments": arguments})
         if observed.get("error"):
             raise ValueError(str(observed["error"].get("message", observed["error"])))
         return _returned(observed.get("result"))
 
-    return call
+    return _described(call, name, tool.get("description") or "", tool["input_schema"])
 
 
 def _returned(result: Any) -> str:

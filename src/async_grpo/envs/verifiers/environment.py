@@ -73,13 +73,9 @@ class VerifiersEnvironment:
         """TRL's `rollout_func`: play the task of each prompt once."""
         lockstep = Lockstep(trainer)
         toolsets = Toolsets(self._environment)
-        conversations: list[Conversation] = []
-        episodes = []
-        for prompt in prompts:
-            task = self._task_of(prompt)
-            conversation = Conversation(trainer, lockstep)
-            conversations.append(conversation)
-            episodes.append(play(self._environment, task, conversation, toolsets))
+        tasks = [self._task_of(prompt) for prompt in prompts]
+        conversations = [Conversation(trainer, lockstep) for _ in tasks]
+        episodes = [play(self._environment, *one, toolsets) for one in zip(tasks, conversations, strict=True)]
         played: list[Played] = lockstep.run(episodes)
         return {
             **rollout_output(conversations),
@@ -136,10 +132,9 @@ async def play(environment: vf.Env, task: vf.Task, conversation: Conversation, t
     episode.traces.append(seat.trace)
     episode.ok = True
     await environment.finalize(task, episode)
-    trace = seat.trace
     return Played(
-        {name: reward.value for name, reward in trace.rewards.items() if reward is not None},
-        {name: value for name, value in trace.metrics.items() if value is not None},
+        {name: reward.value for name, reward in seat.trace.rewards.items() if reward is not None},
+        {name: value for name, value in seat.trace.metrics.items() if value is not None},
     )
 
 
