@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from async_grpo.errors import UsageError
 from async_grpo.log import logger
-from async_grpo_experiments.algorithms.protocols import HeadSettings, Trained
-from async_grpo_experiments.algorithms.rows import LabelledRow, Rows
+from async_grpo_experiments.algorithms.protocols import Cut, HeadSettings, Plan, Trained
+from async_grpo_experiments.algorithms.rows import LabelledRow, Rows, cuts_of, number_of_problems
 from async_grpo_experiments.algorithms.training import arguments, check_lengths, fit, load_policy
 from async_grpo_experiments.guidance.head import HeadOutput, HeadRecord, ValueHead
 from async_grpo_experiments.guidance.offsets import check_mode
@@ -71,6 +71,13 @@ class ValueGuided(Generic[_Settings]):
     def __init__(self, settings: _Settings) -> None:
         check_mode(settings.guidance.mode, settings.loss_type)
         self.settings = settings
+
+    def plan(self, problems: int, round_number: int = 1) -> Plan:
+        """A sampled roll-in of each problem, guided from round 2 on; then continuations of one cut, from π."""
+        wanted = range(number_of_problems(self.settings, problems))
+        roll_ins = yield [Cut(problem=problem, guided=round_number > 1) for problem in wanted]
+        cuts = cuts_of(roll_ins, self.settings.seed, round_number)
+        yield [replace(cut, count=self.settings.samples_per_example) for cut in cuts]
 
     def guidance(self) -> dict[str, Any]:
         """Keywords of `guided` besides the head: `eta`, `mode`, `top_k`, `use_cache`."""

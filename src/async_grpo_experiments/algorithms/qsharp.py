@@ -6,13 +6,13 @@ Decoding with it is π*(a|s) ∝ π(a|s)·E_π[exp(z/η) | sa], the optimum of E
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.errors import UsageError
 from async_grpo_experiments.algorithms.heads import ValueGuided, check_returns, train_head
-from async_grpo_experiments.algorithms.protocols import Continuations, Cut, HeadSettings, Plan, Trained
-from async_grpo_experiments.algorithms.rows import Rows, cuts_of, number_of_problems, rows_of, varied
+from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, Trained
+from async_grpo_experiments.algorithms.rows import Rows, rows_of, varied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,6 @@ class QSharp(ValueGuided[QSharpSettings]):
         >>> trained = QSharp(QSharpSettings(reference="outputs/reference")).train(rows, out=Path("outputs/qsharp"))
     """
 
-    def plan(self, problems: int, round_number: int = 1) -> Plan:
-        return plan_of_values(self.settings, problems, round_number)
-
     def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """A row a continuation, labelled with its reward. Prompts all of whose rewards are equal are dropped."""
         return varied(rows_of(continuations, [found.rewards for found in continuations]))
@@ -45,11 +42,3 @@ class QSharp(ValueGuided[QSharpSettings]):
         """Train on the rows of all rounds so far, from the head of the round before."""
         check_returns(rows, self.settings)
         return train_head(self.settings, rows, start, out)
-
-
-def plan_of_values(settings: HeadSettings, problems: int, round_number: int) -> Plan:
-    """A sampled roll-in of each problem, guided from round 2 on; then continuations of one cut, from π."""
-    wanted = range(number_of_problems(settings, problems))
-    roll_ins = yield [Cut(problem=problem, guided=round_number > 1) for problem in wanted]
-    cuts = cuts_of(roll_ins, settings.seed, round_number)
-    yield [replace(cut, count=settings.samples_per_example) for cut in cuts]

@@ -9,9 +9,8 @@ from pathlib import Path
 from async_grpo.errors import UsageError
 from async_grpo.log import logger
 from async_grpo_experiments.algorithms.heads import ValueGuided, check_returns, train_head
-from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, Plan, Trained
+from async_grpo_experiments.algorithms.protocols import Continuations, HeadSettings, Trained
 from async_grpo_experiments.algorithms.proxy import Proxy, ProxySettings, proxy_of_round
-from async_grpo_experiments.algorithms.qsharp import plan_of_values
 from async_grpo_experiments.algorithms.rows import Rows, preferable, preferred_pairs, rows_of, varied
 
 
@@ -32,9 +31,6 @@ class QSharpHFSettings(HeadSettings, ProxySettings):
 
 class QSharpHF(ValueGuided[QSharpHFSettings]):
     """Q# from preferences, by a proxy. The proxy is trained in round 1, and used with its bounds in all later ones."""
-
-    def plan(self, problems: int, round_number: int = 1) -> Plan:
-        return plan_of_values(self.settings, problems, round_number)
 
     def rows(self, continuations: Sequence[Continuations], round_number: int = 1) -> Rows:
         """A row a continuation. Its label is for drawing preferences; the head never sees it."""
