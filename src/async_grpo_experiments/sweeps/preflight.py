@@ -50,8 +50,10 @@ def preflight(sweep: Sweep, say: Callable[[str], None]) -> Preflight:
     offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
     if offline:
         say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
-    if serves := starts_servers(sweep, facts):
-        _say_taken_ports(sweep, say)
+    serves = starts_servers(sweep, facts)
+    taken = [port for run in sweep.runs for port in run.port_pairs()[0] if serves and not is_free(port)]
+    if taken:
+        say(f"taken by other programs now: port {', '.join(map(str, taken))}; a run that needs one gets the next free")
     return Preflight(places=places, offline=offline, serves=serves, model=facts.model_name or "")
 
 
@@ -100,12 +102,6 @@ def starts_servers(sweep: Sweep, facts: TrainerFacts) -> bool:
     if sweep.mode == ASYNC:
         return ENGINES[facts.generator].started
     return facts.vllm_server and not facts.names_server
-
-
-def _say_taken_ports(sweep: Sweep, say: Callable[[str], None]) -> None:
-    taken = [port for run in sweep.runs for port in run.port_pairs()[0] if not is_free(port)]
-    if taken:
-        say(f"taken by other programs now: port {', '.join(map(str, taken))}; a run that needs one gets the next free")
 
 
 def _facts(sweep: Sweep, place: Place) -> TrainerFacts:

@@ -176,7 +176,8 @@ def command(run: Run, place: Place, found: Preflight, say: Callable[[str], None]
 
 
 def _async(run: Run, place: Place, common: Sequence[str]) -> list[str]:
-    began = ["--resume"] if _has_begun(run) else []
+    state = RunDir(run.run_dir).read_state()
+    began = ["--resume"] if state is not None and state.state != FINISHED else []
     device = [] if place.gpus else ["--master-device-id", "cpu"]
     return ["train", run.sweep.setup, "--distributed", *device, *began, *common]
 
@@ -207,11 +208,6 @@ def _common(run: Run, model: str) -> list[str]:
     for name in (*OWN_SETTINGS, *run.sweep.given):
         arguments += as_flags(name, getattr(training if hasattr(training, name) else work, name))
     return arguments
-
-
-def _has_begun(run: Run) -> bool:
-    state = RunDir(run.run_dir).read_state()
-    return state is not None and state.state != FINISHED
 
 
 def environment(run: Run, env: Mapping[str, str], *, offline: bool) -> dict[str, str]:
