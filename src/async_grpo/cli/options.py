@@ -89,7 +89,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="queue, logs and metrics of the run (default: worker/)"
     )
-    add_log_level_option(parser)
+    add_settings(parser, LaunchSettings, "log_level")
     add_settings(parser, TrainingSettings, "stall_warning")
 
 
@@ -102,10 +102,6 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
     exclusive = parser.add_mutually_exclusive_group()
     exclusive.add_argument("run_dir", type=folder, nargs="?", default=argparse.SUPPRESS, help="default: worker/")
     exclusive.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="the same")
-
-
-def add_log_level_option(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser, LaunchSettings, "log_level")
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from async_grpo.launch.placement import choose_weights, plan_devices
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.run_options import recall
 from async_grpo.rundir.run_plan import RunPlan
-from async_grpo.settings import TrainingSettings, as_sets
+from async_grpo.settings import LaunchSettings, TrainingSettings, as_sets
 from async_grpo.setup.generated.trl_command import setup_file
 
 _CONFIGS = ("config.json", "adapter_config.json")  # one is in each folder that has weights
@@ -32,7 +32,7 @@ def add_ending_options(parser: Parser, what: str) -> None:
     unfinished = parser.add_mutually_exclusive_group()
     options.add_settings(unfinished, TrainingSettings, "resume")
     unfinished.add_argument("--overwrite", action="store_true", help=f"delete the unfinished {what} in --run-dir")
-    options.add_log_level_option(parser)
+    options.add_settings(parser, LaunchSettings, "log_level")
 
 
 def checked(args: argparse.Namespace, sampled_with: Sequence[str]) -> tuple[argparse.Namespace, RunState | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,16 +78,15 @@ def run(args: argparse.Namespace) -> int:
         answer_options.refuse_other_values(args, begun)
     models = (args.model, *([args.against] if args.against else []))
     plan = answer_options.planned(args, models, etas=args.eval_eta or (() if begun is None else begun.plan.etas))
-    return launch(args.run_dir.absolute(), plan) or _tell(args, ways=len(plan.etas) or 1)
+    return launch(args.run_dir.absolute(), plan) or _tell(args, models, ways=len(plan.etas) or 1)
 
 
-def _tell(args: argparse.Namespace, ways: int) -> int:
+def _tell(args: argparse.Namespace, models: Sequence[str], ways: int) -> int:
     """Print the figures of each model, sampled in each of the `ways`."""
     from async_grpo.evals.eval_ledger import read, sampling_in_words
 
     run = RunDir(args.run_dir)
     found = read(run.evaluations)
-    models = [args.model, *([args.against] if args.against else [])]
     if len(found) < ways * len(models):
         print(f"the evaluation was stopped. Continue it: add --resume to the command (--run-dir {args.run_dir})")
         return 0

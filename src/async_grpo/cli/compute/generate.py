@@ -60,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     plan = answer_options.planned(args, (args.model,), rows=rows)
     code = launch(args.run_dir.absolute(), plan)
     if code == 0:
-        _tell(RunDir(args.run_dir), rows.out)
+        run = RunDir(args.run_dir)
+        said = f"the rows are in {rows.out}: datasets.load_from_disk({str(rows.out)!r})"
+        if run.state_of(None).state != FINISHED:
+            said = f"the generation was stopped. Continue it: add --resume to the command (--run-dir {run.root})"
+        print(printable(said))
     return code
 
 
@@ -77,10 +81,3 @@ def _as_begun(args: argparse.Namespace, begun: RunState) -> SampledRows:
             "--resume, or choose another --run-dir."
         )
     return rows
-
-
-def _tell(run: RunDir, out: Path) -> None:
-    if run.state_of(None).state != FINISHED:
-        print(printable(f"the generation was stopped. Continue it: add --resume to the command (--run-dir {run.root})"))
-        return
-    print(printable(f"the rows are in {out}: datasets.load_from_disk({str(out)!r})"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.formatting import counted
-from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS, log_level, not_negative_number, positive
+from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS, LaunchSettings, log_level, not_negative_number, positive
 from async_grpo.setup.devices import check_torch_sees, choose_device, hold_to_device
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", "-s", type=positive, help="default: as many as the run did")
     parser.add_argument("--output-dir", type=Path, help="a new folder; default: outputs/replay-N, the next N")
     options.add_device_option(parser)
-    options.add_log_level_option(parser)
+    options.add_settings(parser, LaunchSettings, "log_level")
     return parser
 
 

@@ -19,6 +19,7 @@ from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.summary import program
 from async_grpo.serving.guard import is_to_us
 from async_grpo.settings import not_negative
 
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             if len(shown) > 1:
                 folder = resources.enter_context(_side_by_side(directories, shown))
             return _serve(folder, args.port, shown)
-        print(f"to see {'it' if len(shown) == 1 else 'them'}: {_command(directories)} --serve")
+        it = "it" if len(shown) == 1 else "them"
+        print(f"to see {it}: {program()} board {shlex.join(map(str, directories))} --serve")
         if len(shown) == 1:
             print(f"         or: tensorboard --logdir {shlex.quote(str(shown[0].folder))}")
     return 0
@@ -139,7 +141,8 @@ def _is_log_directory(directory: Path) -> bool:
 def _report(board: Board, added: Added, *, again: bool) -> None:
     """Say what was written; while serving, only if it is something."""
     if added.steps or added.logged:
-        print(f"{board.folder}: {'added ' if again else ''}{_counted(added)}", flush=True)
+        what = f"{counted(added.steps, 'step')} and {counted(added.logged, 'logged line')}"
+        print(f"{board.folder}: {'added ' if again else ''}{what}", flush=True)
     elif not again:
         print(f"{board.folder}: nothing yet, no training step is done", flush=True)
     if added.missing:
@@ -148,10 +151,6 @@ def _report(board: Board, added: Added, *, again: bool) -> None:
         )
     options.print_left_out(board.skipped)
     board.skipped.clear()
-
-
-def _counted(added: Added) -> str:
-    return f"{counted(added.steps, 'step')} and {counted(added.logged, 'logged line')}"
 
 
 def _serve(folder: Path, port: int, shown: Sequence[Shown]) -> int:
@@ -223,9 +222,3 @@ def _look_again(one: Shown, board: Board) -> None:
         print(error, flush=True)
     if was_live and not one.is_live:
         print(f"{board.run.root}: the run has ended: this is everything, unless it is resumed", flush=True)
-
-
-def _command(directories: Sequence[Path]) -> str:
-    from async_grpo.rundir.summary import program
-
-    return f"{program()} board {shlex.join(map(str, directories))}"
