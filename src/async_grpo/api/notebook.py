@@ -27,8 +27,7 @@ _PRE = '<pre style="margin:0;line-height:1.2;font-family:Menlo,Consolas,monospac
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, whose outputs can be replaced."""
-    shell = _shell()
-    return shell is not None and hasattr(shell, "kernel")
+    return hasattr(_shell(), "kernel")
 
 
 def _shell() -> Any:

@@ -170,10 +170,8 @@ class CommandChild:
                 os.close(descriptor)
         out, err = self._process.stdout, self._process.stderr
         assert out is not None and err is not None
-        self._readers = [
-            threading.Thread(target=self._show, args=(out, False), daemon=True),
-            threading.Thread(target=self._show, args=(err, True), daemon=True),
-        ]
+        pipes = ((out, False), (err, True))
+        self._readers = [threading.Thread(target=self._show, args=pipe, daemon=True) for pipe in pipes]
         for reader in self._readers:
             reader.start()
 

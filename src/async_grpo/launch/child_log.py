@@ -18,11 +18,6 @@ _LAST_WORDS = 30  # lines
 _LAST_BYTES = 1 << 20
 
 
-def _is_step(line: str) -> bool:
-    found = _LINE.fullmatch(line)
-    return found is not None and found[2] == STEP
-
-
 def last_line(words: str) -> str:
     """The line of `last_words` that says why: an `error:` begins with it, a traceback ends with it."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
@@ -80,7 +75,7 @@ class LogTail:
         starts = [index for index, line in enumerate(lines) if line.startswith(("error: ", "Traceback (most recent"))]
         if starts and not was_killed:
             return "\n".join(lines[starts[-1] :][-2 * _LAST_WORDS :])
-        steps = [index for index, line in enumerate(lines) if _is_step(line)]
+        steps = [index for index, line in enumerate(lines) if (found := _LINE.fullmatch(line)) and found[2] == STEP]
         dropped = set(steps[:-1])
         return "\n".join([line for index, line in enumerate(lines) if index not in dropped][-_LAST_WORDS:])
 

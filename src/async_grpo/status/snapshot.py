@@ -117,11 +117,8 @@ def _look(run: RunDir, *, details: bool) -> RunView:
     summary = _read_summary(run) if state.state != RUNNING else None
     step = summary.get("steps", state.step) if summary else state.step if server.step is None else server.step
     rates = run_log.rates(run_log.last_steps(run.metrics, now, server.began_s), now) if training else None
-    shares = (
-        diagnosis.measure(processes, by_hand=not (state.plan.num_workers or state.plan.launch.ray))
-        if training
-        else None
-    )
+    by_hand = not (state.plan.num_workers or state.plan.launch.ray)
+    shares = diagnosis.measure(processes, by_hand=by_hand) if training else None
     return RunView(
         run_dir=str(run.root),
         run_id=state.run_id,
