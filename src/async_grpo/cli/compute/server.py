@@ -48,11 +48,7 @@ def run(args: argparse.Namespace) -> int:
             args = found
         plan = _plan(args, ranks)
         if rank == 0:
-            from async_grpo.rundir.lifecycle import prepare
-            from async_grpo.setup.setup_file import check_setup_file
-
-            check_setup_file(args.config)
-            prepare(args.run_dir, plan, say=print)
+            _prepare(args, plan)
     else:
         plan = RunDir(args.run_dir).state_of(None).plan
         args.log_level = plan.launch.log_level
@@ -80,3 +76,11 @@ def _plan(args: argparse.Namespace, ranks: int) -> RunPlan:
     device = choose_device(args.master_device_id)
     check_weights(args.weights, device)
     return options.planned(args, master_device=device, weights=args.weights, ranks=ranks)
+
+
+def _prepare(args: argparse.Namespace, plan: RunPlan) -> None:
+    from async_grpo.rundir.lifecycle import prepare
+    from async_grpo.setup.setup_file import check_setup_file
+
+    check_setup_file(args.config)
+    prepare(args.run_dir, plan, say=print)
