@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,6 @@ MATH, LOGIC = Path("/d/math__combined_54.4k.parquet"), Path("/d/logic.parquet")
 BOTH = {"math": [MATH], "logic": [LOGIC]}
 
 
-class Listed(Sequence[Any]):
-    """A sequence that is no list, as OmegaConf's."""
-
-    def __init__(self, *items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items[index]
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class Mapped(Mapping[str, Any]):
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Any:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -54,8 +27,8 @@ class Mapped(Mapping[str, Any]):
         f'{{"math": "{MATH}", "logic": ["{LOGIC}"]}}',
         f"{{\n  'math':'{MATH}',\n  'logic':'{LOGIC}',\n}}",
         f"{{math: {MATH}, logic: {LOGIC}}}",
-        Listed(MATH, str(LOGIC)),
-        Mapped(math=MATH, logic=Listed(LOGIC)),
+        UserList([MATH, str(LOGIC)]),  # no list, as OmegaConf's is none
+        UserDict(math=MATH, logic=UserList([LOGIC])),
     ],
     ids=lambda given: type(given).__name__,
 )
