@@ -95,10 +95,11 @@ def test_a_handle_is_opened_once_and_closed_with_its_last_tensor(exported, runti
     assert len(runtime.closed) == 2
 
 
-def test_devices_are_found_by_uuid_not_by_index(exported, runtime):
+@pytest.mark.parametrize("reader", ["cuda:1", "cpu"])
+def test_the_owners_gpu_is_found_by_uuid_not_by_index_also_by_a_reader_on_the_cpu(exported, runtime, reader):
     description = exported.describe()
     runtime.change(gpus=("GPU-b", "GPU-a"))
-    attached = CudaAttachment(description, 1, torch.device("cuda", 1))
+    attached = CudaAttachment(description, 1, torch.device(reader))
     assert [device for device, _ in runtime.asked] == [1, 1]
     assert attached.alias_device is not None
 
@@ -138,13 +139,6 @@ def test_a_pull_without_peer_access_goes_through_the_pinned_buffers(handle: Path
             assert remote.pull(model) == 1
     assert runtime.staged == [(0, 0)]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.parameters(), strict=True))
-
-
-def test_a_reader_on_the_cpu_reads_through_the_owners_gpu(exported, runtime):
-    description = exported.describe()
-    runtime.change(gpus=("GPU-b", "GPU-a"))
-    CudaAttachment(description, 1, torch.device("cpu"))
-    assert [device for device, _ in runtime.asked] == [1, 1]
 
 
 def test_an_open_that_fails_lists_the_usual_reasons(exported, runtime):
