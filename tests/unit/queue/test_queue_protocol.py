@@ -219,8 +219,7 @@ def test_results_that_nobody_takes_wake_the_server_once(server: ServerQueue, wor
 
 @pytest.mark.slow
 def test_no_job_is_taken_for_missing_where_a_listing_misses_it(server: ServerQueue) -> None:
-    for seq in range(MAX_OPEN):
-        server.submit(make_job(seq))
+    submit(server, *range(MAX_OPEN))
     ends_at = time.monotonic() + 300.0
     taken: list[int] = []
 

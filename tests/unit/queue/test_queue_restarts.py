@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from queue_samples import RUN, die, fail_for_good, make_job, names, reopened, serve, take_all
+from queue_samples import RUN, die, fail_for_good, make_job, names, reopened, serve, submit, take_all
 
 from async_grpo.errors import DiskFullError, QueueError
 from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, retry_given_up
@@ -49,8 +49,7 @@ def test_a_resumed_run_tries_a_given_up_job_once_more(server: ServerQueue, worke
 
 
 def test_only_checkpointed_groups_are_trimmed(server: ServerQueue, worker: WorkerQueue) -> None:
-    for seq in range(6):
-        server.submit(make_job(seq))
+    submit(server, *range(6))
     serve(worker)
     take_all(server)
     assert server.trim_done(1, consumed={0, 1, 2}) == 3
@@ -93,8 +92,7 @@ def test_the_archive_is_listed_once_by_each_server(tmp_path: Path) -> None:
         files = CountedFiles(root)
         with closing(ServerQueue.open(root, RUN, consumed=consumed, watch_workers=False, files=files)) as server:
             listed.clear()
-            for seq in seqs:
-                server.submit(make_job(seq))
+            submit(server, *seqs)
             with closing(WorkerQueue.open(root, 1, "cpu")) as worker:
                 serve(worker)
             take_all(server)
@@ -199,8 +197,7 @@ def test_a_worker_remembers_the_run_while_the_next_server_loads(tmp_path: Path, 
 )
 def test_a_note_of_the_server_that_is_not_sound_tells_a_worker_nothing(tmp_path: Path, lie: str) -> None:
     server = ServerQueue.open(tmp_path / "q", RUN, max_attempts=1, watch_workers=False)
-    server.submit(make_job(0))
-    server.submit(make_job(1))
+    submit(server, 0, 1)
     with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
         server.close()
         server_lock(server.root).path.write_text(f'{{"run_id": "other", {lie}}}')

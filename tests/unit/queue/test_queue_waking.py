@@ -51,13 +51,6 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-@pytest.fixture(params=["inotify", "blind"])
-def watching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "blind":
-        monkeypatch.setattr(wakeups, "_inotify", lambda masks: -1)
-    return str(request.param)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerQueue]:
     with closing(ServerQueue.open(tmp_path / "q", RUN)) as queue:
@@ -109,7 +102,10 @@ def test_a_watch_that_missed_something_says_so(tmp_path: Path) -> None:
         assert watch.wait(DEADLINE_S).look
 
 
-def test_the_server_wakes_for_a_result(server: ServerQueue, watching: str) -> None:
+@pytest.mark.parametrize("blind", [False, True], ids=["inotify", "blind"])
+def test_the_server_wakes_for_a_result(server: ServerQueue, monkeypatch: pytest.MonkeyPatch, blind: bool) -> None:
+    if blind:
+        monkeypatch.setattr(wakeups, "_inotify", lambda masks: -1)
     server.submit(make_job(0))
     with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
 
