@@ -245,18 +245,14 @@ def train(tmp_path: Path, steps: int = 3, **changes: Any) -> Any:
     return trainer
 
 
-def mismatches(trainer: Any) -> list[float]:
-    """How far the server's log-probabilities were from the trainer's, by step."""
-    name = "sampling/sampling_logp_difference/max"
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
 def test_it_is_started_with_what_the_trainer_has_fed_and_ended(mortal: MortalServer, tmp_path: Path) -> None:
     (mine := tmp_path / "run" / "vllm_server" / "notes.txt").parent.mkdir(parents=True)
     mine.write_text("a user's")
     trainer = train(tmp_path, vllm_max_model_length=64)
     assert trainer.state.global_step == mortal.updates == 3
-    assert max(mismatches(trainer)) < 1e-4, "it sampled with the very weights of the step"
+    name = "sampling/sampling_logp_difference/max"
+    mismatches = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert max(mismatches) < 1e-4, "it sampled with the very weights of the step"
     [plan] = mortal.process.plans
     assert (plan.weights, plan.log) == ("nccl", tmp_path / "run" / "log_vllm_server.txt")
     arguments = " ".join(plan.arguments)

@@ -99,14 +99,10 @@ class SweepYard:
         return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def two_places(*_: object) -> Preflight:
-    """A preflight that builds nothing."""
-    return Preflight(places=[Place(name="a"), Place(name="b")], offline=False, serves=False)
-
-
 def play(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """From here on, sweeps of this process start the fake, in this folder."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sweep, "PROGRAM", (sys.executable, "-S", str(folder / "fake_train.py")))
-    monkeypatch.setattr(sweep, "preflight", two_places)
+    found = Preflight(places=[Place(name="a"), Place(name="b")], offline=False, serves=False)
+    monkeypatch.setattr(sweep, "preflight", lambda *_: found)  # nothing is built
     monkeypatch.setattr(report, "band_plot", lambda agreement: BLANK)  # drawing takes a second
