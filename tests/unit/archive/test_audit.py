@@ -271,7 +271,7 @@ def test_versions_that_a_resume_took_back_are_counted(run: FakeRun) -> None:
     assert (report.anomalies, report.taken_back) == ([], 1)
 
 
-def test_a_rename_in_flight_is_looked_at_again(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_in_flight_is_looked_at_again(run: FakeRun) -> None:
     pending = run.root / "queue/0000000006.a00_complete_from_dev1.safetensors"
     run.use(4, [7], files=False)
     run.group(7, 3)
@@ -424,7 +424,7 @@ def test_a_link_in_the_place_of_a_folder_is_named(trimmed: FakeRun, folder: str)
 
 @pytest.mark.parametrize(("run_id", "is_told"), [(RUN, True), ("another", False)])
 def test_a_state_that_cannot_be_read_is_told_unless_it_says_that_it_is_anothers(
-    trimmed: FakeRun, run_id: str, is_told: bool, tmp_path: Path
+    trimmed: FakeRun, run_id: str, is_told: bool
 ) -> None:
     path = save_checkpoint(trimmed.output_dir, run_id, 7) / FILE_NAME
     path.write_text(path.read_text().replace('"step": 7', '"step": "7"'))

@@ -70,17 +70,13 @@ def test_the_final_number_is_right_or_wrong(gold: str, reward: float, completion
     assert final_number(given, answer=[gold] * len(given)) == [reward] * len(given)
 
 
-def wordings() -> list[tuple[str, float]]:
+def test_the_wordings_of_a_right_answer_are_those_of_the_docs() -> None:
     """The table of docs/recipes.md: answers to a problem whose answer is 18."""
     rows = re.findall(r"^\| (right|wrong)[^|]*\| (.*) \|$", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
-    return [(answer, float(verdict == "right")) for verdict, row in rows for answer in re.findall("`([^`]+)`", row)]
-
-
-def test_the_wordings_of_a_right_answer_are_those_of_the_docs() -> None:
-    answers, verdicts = zip(*wordings(), strict=True)
-    assert len(answers) > 70
-    found = gsm8k([RIGHT_FORM.format(answer) for answer in answers], answer=["18"] * len(answers))
-    assert dict(zip(answers, (round(one - 0.4, 6) for one in found))) == dict(zip(answers, (0.6 * v for v in verdicts)))
+    paid = {answer: 0.6 * (verdict == "right") for verdict, row in rows for answer in re.findall("`([^`]+)`", row)}
+    assert len(paid) > 70
+    found = gsm8k([RIGHT_FORM.format(answer) for answer in paid], answer=["18"] * len(paid))
+    assert dict(zip(paid, (round(one - 0.4, 6) for one in found))) == paid
 
 
 def test_one_number() -> None:

@@ -284,7 +284,7 @@ def test_a_server_whose_lock_another_server_of_the_same_run_has_writes_nothing(t
     assert RunDir(tmp_path / "worker").read_state().state == runs.RUNNING
 
 
-def test_a_server_whose_directory_is_gone_says_that(tmp_path: Path, serve: Serve) -> None:
+def test_a_server_whose_directory_is_gone_says_that(serve: Serve) -> None:
     def delete(options: object, run: RunDir, *_: object) -> None:
         shutil.rmtree(run.root)
         (run.root / "queue" / "x").read_bytes()

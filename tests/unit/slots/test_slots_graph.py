@@ -168,7 +168,7 @@ def test_a_task_that_spreads_takes_the_places_that_nothing_else_waits_for() -> N
     assert packing.spread(two, [spreads, two]) == two
 
 
-def test_packing_by_bytes_wastes_little(simulated: Simulated, tmp_path: Path) -> None:
+def test_packing_by_bytes_wastes_little(simulated: Simulated) -> None:
     """40 tasks of .1 to .8 of a place: the longest first, into the fullest place that has room."""
     draw, factors = random.Random(0), []
     for number in range(20):
