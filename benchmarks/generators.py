@@ -6,7 +6,7 @@ of an environment that has vLLM (`make test-vllm` makes .venv-vllm):
     .venv-vllm/bin/python benchmarks/generators.py --json benchmarks/results/generators.json
 
 "our loop" is everything that a worker does: claiming from a queue, TRL's prompt handling, the engine, scoring, records.
-On a GPU, where `scripts/gpu_check.sh vllm` runs it: --shape 0.6B, a model of Qwen3-0.6B's shape in bf16.
+On a GPU, where `scripts/gpu_check.sh engine` runs it: --shape 0.6B, a model of Qwen3-0.6B's shape in bf16.
 """
 
 from __future__ import annotations

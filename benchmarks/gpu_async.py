@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_async.py [--device 0|cpu] [--shape 0.6B|tiny] [--steps N] [--workers 1,2,4] [--limit SECONDS]
 
-The first four steps are not counted, which warm up and use what was sampled meanwhile, nor are the last two, during
-which workers have nothing left to do. Memory of a process is what nvidia-smi says, at most, while it ran.
+Not counted are the first four steps (warm-up, and rollouts that were sampled during it) and the last two (the workers
+are idle). Memory of a process is what nvidia-smi says, at most, while it ran.
 """
 
 import argparse

@@ -129,8 +129,9 @@ def cases(setting: Setting, device: str) -> list[Case]:
     env = small.env | {"WITHOUT_GRAPHS": "1"}
     growing = replace(small, name=f"without CUDA graphs: {small.name}", env=env, target="")
     one, two, four = (served(setting, device, workers) for workers in (1, 2, 4))
+    plain: dict[str, Any] = {"target": "", "target_trl": "", "row_limits": 1.0}
     mps_one, mps_share, mps_two, mps_four = (
-        replace(case, name=f"MPS: {case.name}", mps=True, left_out=why_no_mps(device), target="", target_trl="")
+        replace(case, name=f"MPS: {case.name}", mps=True, left_out=why_no_mps(device), **plain)
         for case in (one, sharing(setting, device, 50), two, four)
     )
     shared = [two, four, mps_one, mps_two, mps_share]
@@ -142,7 +143,8 @@ def sizes(setting: Setting, rows: int, device: str) -> dict[str, str]:
     numbers = {"PROMPT": setting.prompt, "COMPLETION": setting.completion, "ROWS": rows}
     numbers |= {"GROUP": rows // setting.groups, "MICRO_BATCH": min(rows, setting.micro_batch)}
     texts = {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else device, "HF_HUB_OFFLINE": "1"}
-    texts["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"  # as in our roles; `generate` has a new shape at each token
+    attention = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    texts[attention] = os.environ.get(attention, "1")  # as in our roles; `generate` has a new shape at each token
     return {"QWEN3_SHAPE": setting.shape, **texts, **{name: str(number) for name, number in numbers.items()}}
 
 

@@ -1,4 +1,4 @@
-"""The sampler's CUDA graphs and its kernel against the loop without them. They have not run yet (docs/gpu.md)."""
+"""The sampler's CUDA graphs and its kernels against the loop without them. They have not run yet (docs/gpu.md)."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_what_is_brought_is_unpacked_once(tmp_path: Path) -> None:
     pack = "tar c -C stage vllm | xz | split -b 100 - pieces/piece. && cd pieces && sha256sum piece.* >manifest"
     subprocess.run(["bash", "-c", pack], cwd=tmp_path, check=True, timeout=60)
 
-    def report() -> str:
+    def report(pieces: Path = pieces) -> str:
         run(script, "vllm", "--vllm", pieces, "--budget", "99", PYTHON=sys.executable, OUT=str(tmp_path))
         return (tmp_path / "gpu_report.md").read_text().rpartition("# GPU check")[2]
 
@@ -119,6 +119,7 @@ def test_what_is_brought_is_unpacked_once(tmp_path: Path) -> None:
     assert f"imported {unpacked}" in report()
     unpacked.write_text(unpacked.read_text().replace("imported", "kept"))
     assert f"kept {unpacked}" in report()
+    assert "nowhere could not be unpacked." in report(tmp_path / "nowhere"), "what is there is not taken"
     next(pieces.glob("piece.*")).write_bytes(b"damaged")
     assert f"Left out: the pieces in {pieces} could not be unpacked." in report()
 
@@ -155,7 +156,7 @@ def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
         elif found := re.search(r"at most (\d+) s", line):
             limits[part] += int(found[1])
     assert " ".join(limits) == (
-        "smoke vllm engine sampler kill one_gpu async weights padding tests kinds deterministic full gsm8k targets"
+        "smoke vllm sampler engine kill one_gpu async weights padding tests kinds deterministic full gsm8k targets"
     )
     assert all(0 < limits[part] < 600 for part in limits if part != "targets")
     at_once = sum(limits[part] for part in ("tests", "kinds", "deterministic")) - limits["tests"]

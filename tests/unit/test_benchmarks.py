@@ -150,15 +150,18 @@ def test_a_row_of_one_gpu_that_fails_says_so_and_stops_no_other(
 
     monkeypatch.setattr(one_gpu, "card_itself", lambda *_: case("card", log.format([CARD]), 0))
     ours = case("ours", steps(100), target=">= 0.5", target_trl=">= 3")
-    rows = [case("failing", "raise SystemExit('why')"), case(one_gpu.TRL, steps(400)), ours]
+    left_out = case("left out", "", mps=True)
+    monkeypatch.setattr(one_gpu, "control", lambda *_: "why")
+    rows = [case("failing", "raise SystemExit('why')"), left_out, case(one_gpu.TRL, steps(400)), ours]
     monkeypatch.setattr(one_gpu, "cases", lambda *_: rows)
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf x >> {looked}\necho 83\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(one_gpu, "SAMPLE_S", 0.05)
     assert one_gpu.main(["--json", str(tmp_path / "found.json")]) == 1
-    assert capsys.readouterr().out.splitlines()[-3:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         "| failing | - | - | - | - | - | failed: exit code 1: why |",
+        "| left out | - | - | - | - | - | left out: the MPS daemon did not start: why |",
         "| TRL with generate | 0.01 | 0.08 | 0.1 | - | 0.83 |  |",
         "| ours | 0.04 | 0.32 | 0.4 (>= 0.5: no) | 4 (>= 3: yes) | 0.83 |  |",
     ]

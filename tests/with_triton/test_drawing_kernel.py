@@ -34,7 +34,6 @@ InterpreterBuilder.create_masked_load = counted
 logits = torch.randn(2, 50000).to(torch.bfloat16)
 kernel.drawn_in_one_pass(logits, logits, 1.0)
 print("read", sum(reads) / logits.nbytes)
-InterpreterBuilder.create_masked_load = load
 
 kernel.BLOCK = 4
 row = 1.5 * torch.randn(14)
@@ -96,7 +95,6 @@ def test_the_kernels_draw_what_the_softmax_says_and_read_the_logits_once() -> No
 
 
 def test_the_kernels_are_a_few_instructions_for_each_logit_of_an_h100() -> None:
+    """16 with Triton 3.9, where a Gumbel-max takes 138; `_draw` is over one block."""
     found = printed(COMPILES)
-    assert len(found) == 6
-    assert max(value for name, value in found if name == "_sum") < 24, "16 with Triton 3.9; a Gumbel-max takes 138"
-    assert max(value for name, value in found if name == "_draw") < 60, "of one block"
+    assert len(found) == 6 and all(value < {"_sum": 24, "_draw": 60}[name] for name, value in found)

@@ -26,7 +26,7 @@ def drawn_on(device: torch.device) -> Draw | None:
 
 
 def _wrong(draw: Draw, device: torch.device, rows: int = 64) -> str | None:
-    """Try them, as most runs do and where most tokens are ruled out; what they do not do as torch's kernels do."""
+    """Say how they differ from torch's kernels, also where most tokens are ruled out; None: they do not."""
     logits_bV = torch.randn((rows, 5008), dtype=torch.bfloat16, device=device)
     ruled_out = torch.rand(logits_bV.shape, dtype=torch.float32, device=device) < 0.9
     masked_bV = logits_bV.float().masked_fill(ruled_out, float("-inf"))

@@ -256,7 +256,7 @@ class VLLMEngine:
     def _load_all(self, weights: Mapping[str, Tensor]) -> None:
         model = self._runner.get_model()
         loaded = model.load_weights(iter(weights.items()))
-        kept = model.state_dict()  # the dummy loader fills its buffers, too; `_k_scale` and its like are not of a model
+        kept = model.state_dict()  # vLLM has put random numbers into its buffers; a `_k_scale` is not of a model
         buffers = (it for it, own in model.named_buffers() if it in kept and own.is_floating_point() and "._" not in it)
         wanted = {plain(name) for name in (*dict(model.named_parameters()), *buffers)}
         missing = sorted(wanted - {plain(name) for name in loaded})

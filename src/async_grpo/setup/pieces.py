@@ -126,7 +126,7 @@ class Pieces:
         return self._of_models[model]
 
     def _tried(self, model: Any, compute: Compute, tokens: Tensor) -> _Padding:
-        """Compute some tokens alone, and with padding on each side: the answers should be the same."""
+        """Compute some tokens alone, with padding on each side, and with another row's: do the answers differ?"""
         module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
         *apart, rounding = self._accelerator.gather(_apart(model, compute, tokens)[None]).amax(0).tolist()
         most = EXACT if _is_exact(module, self._accelerator) else max(ROUNDED, min(2 * rounding, MOST_ROUNDED))

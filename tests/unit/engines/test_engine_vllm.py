@@ -29,14 +29,15 @@ from async_grpo.errors import UnsupportedError
 
 
 @pytest.fixture
-def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """The folders that a stand-in for vLLM was started on, and what was in them then."""
-    seen: list[tuple[str, list[str]]] = []
+def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[str]]]:
+    """The arguments that a stand-in for vLLM was started with, and what was in its folder then."""
+    seen: list[tuple[Any, list[str]]] = []
 
     def from_engine_args(args: SimpleNamespace, usage_context: str) -> None:
         if getattr(args, "return_sampling_mask", False):
             raise ValueError("sampling distribution replay requires Model Runner V2")
-        seen.append((args.model, sorted(path.name for path in Path(args.model).iterdir())))
+        assert usage_context == "LLM", "as many tokens a step as `vllm.LLM`"
+        seen.append((args, sorted(path.name for path in Path(args.model).iterdir())))
 
     engine = ModuleType("vllm.v1.engine.llm_engine")
     engine.LLMEngine = SimpleNamespace(from_engine_args=from_engine_args)  # type: ignore[attr-defined]
@@ -53,48 +54,52 @@ def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     return seen
 
 
-def build(folder: Path | None, *, returns_kept: bool = False) -> None:
+def build(folder: Path | None, *settings: str) -> None:
     engine: Any = object.__new__(VLLMEngine)
     engine._with_text, engine._sees_images, engine._adapter, engine._in_flight_update = False, False, None, False
-    engine._returns_kept, engine._deterministic = returns_kept, False
+    engine._returns_kept, engine._deterministic = False, False
+    vars(engine).update(dict.fromkeys(settings, True))
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cuda:0"))
     engine._build(trainer, folder, seed=0)
 
 
 def test_a_worker_builds_its_engine_in_the_run_directory_and_tidies_up_after_a_dead_one(
-    tmp_path: Path, built_from: list[tuple[str, list[str]]]
+    tmp_path: Path, built_from: Any
 ) -> None:
     folder = tmp_path / "alive" / "dev1.engine"
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text("of one that was killed")
     build(folder)
-    assert built_from == [(str(folder), ["config.json"])]
-    assert not folder.exists()
+    [(args, files)] = built_from
+    assert (args.model, files) == (str(folder), ["config.json"]) and not folder.exists()
 
 
 def test_a_vllm_that_cannot_name_the_kept_tokens_is_refused_with_a_sentence(
-    built_from: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
+    built_from: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = make_dataclass("EngineArgs", ["model"])
     monkeypatch.setattr(sys.modules["vllm"], "EngineArgs", older)
     with pytest.raises(UnsupportedError, match=r"This vLLM cannot return.*vLLM 0.32 can.*--generator hf"):
-        build(None, returns_kept=True)
+        build(None, "_returns_kept")
     newer = type("EngineArgs", (SimpleNamespace,), {})
     monkeypatch.setattr(vllm_sampling, "fields", lambda _: [SimpleNamespace(name="return_sampling_mask")])
     monkeypatch.setattr(sys.modules["vllm"], "EngineArgs", newer)
     with pytest.raises(UnsupportedError, match=r"It says: .* requires Model Runner V2. Its CPU build cannot.*--gen"):
-        build(None, returns_kept=True)
+        build(None, "_returns_kept")
     assert built_from == []
 
 
-def test_an_engine_without_a_folder_takes_a_temporary_one(built_from: list[tuple[str, list[str]]]) -> None:
-    build(None)
-    [(folder, files)] = built_from
-    assert files == ["config.json"] and not Path(folder).exists()
+@pytest.mark.parametrize("setting", ["_in_flight_update", "_deterministic", "_with_text"])
+def test_it_takes_a_temporary_folder_and_schedules_ahead_where_no_token_has_to_be_known_at_once(
+    setting: str, built_from: Any
+) -> None:
+    build(None, setting)
+    [(args, files)] = built_from
+    assert files == ["config.json"] and not Path(args.model).exists()
+    assert hasattr(args, "async_scheduling") is (setting != "_with_text")
 
 
 def test_a_buffer_that_the_checkpoint_would_fill_is_refused() -> None:
-    """Its dummy loader has put random numbers there, and the trainer publishes parameters only."""
     model = torch.nn.Linear(2, 2, bias=False)
     model.attention = torch.nn.Module()
     model.attention.register_buffer("_k_scale", torch.ones(1))
