@@ -148,12 +148,14 @@ run_vllm() {
     local -x PYTHONPATH="$PYTHONPATH${vllm_site:+:$vllm_site}" # here alone: TRL imports vLLM wherever it finds it
     vllm_is_there || return
     local kinds=vllm limits=(60 330)
-    has_adapters || kinds="vllm and not adapter"
     [[ ! $dry_run ]] || kinds="vllm and not adapter" limits=(120 420)
-    part "vLLM" "${limits[0]}" "$python" -c 'from vllm import LLM, __version__; print(LLM, __version__)' &&
-        part "vLLM: runs" "${limits[1]}" "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -m gpu -rA -s -q \
-            -p no:cacheprovider -k "$kinds" ||
+    if ! part "vLLM" "${limits[0]}" "$python" -c 'from vllm import LLM, __version__; print(LLM, __version__)'; then
         leave_out "The rest of vLLM in a worker" "see above."
+        return
+    fi
+    has_adapters || kinds="vllm and not adapter"
+    part "vLLM: runs" "${limits[1]}" "$python" -m pytest tests/gpu/test_kinds_of_run_cuda.py -m gpu -rA -s -q \
+        -p no:cacheprovider -k "$kinds"
 }
 
 # Its engine alone: tokens a second, updates in flight, adapters.

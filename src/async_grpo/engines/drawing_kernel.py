@@ -2,7 +2,7 @@
 
 The first sums the probabilities of each block of the vocabulary, by as many programs as there are blocks and rows. The
 second draws a block and a token in it, by inversion (Devroye, "Non-Uniform Random Variate Generation", 1986, page 85):
-two random numbers a row. A Gumbel-max needs one for each logit, which is 138 instructions of an H100 and not 16.
+two random numbers a row. A Gumbel-max needs one for each logit, and most of its instructions make them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ def _sums(logits_bV: Tensor, temperature: float, block: int) -> Tensor:
     sums_b2K = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits_bV.device)
     _sum[(rows, blocks)](logits_bV, sums_b2K, float(temperature), vocabulary, blocks, BLOCK=block)
     return sums_b2K
+
+
+# Triton has no types, and its kernels take addresses: to mypy they are untyped.
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""Parts of transformers' models by fewer kernels: in a CUDA graph the smallest one takes a microsecond or two.
+"""Parts of transformers' models by fewer kernels: in a CUDA graph each of them takes time, however little it computes.
 
 What replaces a part is tried against it first. In half precision it rounds less often than the part.
 """
@@ -21,7 +21,7 @@ Replacement = tuple[Any, str, Callable[..., Any]]  # a module, a name in it, and
 
 
 def replacements(model: nn.Module) -> list[Replacement]:
-    """Those that compute what this model's parts do. One part of each kind is tried."""
+    """Return what computes the same as parts of this model, by a trial of one part of each kind."""
     norms = [it for it in model.modules() if type(it).__name__.endswith("RMSNorm") and "forward" not in vars(it)]
     alike = {kind: _is_plain(norm) for kind, norm in {type(it): it for it in norms}.items()}
     modules = {sys.modules.get(type(it).__module__) for it in model.modules()}
