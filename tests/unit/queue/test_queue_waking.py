@@ -259,9 +259,7 @@ def test_a_sleeping_worker_is_woken_by_a_job_that_another_had(server: ServerQueu
                 other.fail(claim, "it failed")
             elif how == "hands back":
                 other.hand_back(claim)
-            other._lock.release()  # as the kernel does when a process is killed
-            if how == "is killed":
-                assert server.recover_dead() == [0]
+            other._lock.release()  # as the kernel does when a process is killed; the server sees it within a second
 
 
 @pytest.mark.usefixtures("only_the_pipe_wakes")
