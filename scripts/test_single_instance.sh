@@ -16,16 +16,14 @@ done
 log=$base/logs/test_instance/training.log
 mkdir -p "$(dirname "$log")"
 
-training=
-trap '[ -z "$training" ] || { kill "$training" 2>/dev/null || true; wait "$training" || true; }' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 "${PYTHON:-python3}" "$here/train_trl_grpo.py" --dataset "$dataset" --run-suffix test_instance --base "$base" --steps 5 \
     "$@" >"$log" 2>&1 &
-training=$!
 
 echo "training in $base/outputs/trl_${dataset}_test_instance, log $log"
-if wait "$training"; then
+if wait $!; then
     echo "test_instance of $dataset: passed"
 else
     code=$?

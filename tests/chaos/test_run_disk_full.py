@@ -66,7 +66,7 @@ def test_a_stop_while_a_checkpoint_waits_for_room_says_in_a_sentence_what_was_no
     script = f"""
         ln -s small/checkpoints checkpoints; mkdir small/checkpoints
         {PYTHON} train {SETUP} -n 1 --steps 12 --run-dir worker > output.txt 2>&1 & run=$!
-        while ! grep -q 'waiting for' output.txt && kill -0 $run; do sleep .1; done
+        while ! grep -q 'of room in' output.txt && kill -0 $run; do sleep .1; done
         cat /dev/zero > small/full; kill -INT $run; wait $run
         rm small/full; mount -o remount,size=99m small
         {PYTHON} train {SETUP} -n 1 --steps 12 --run-dir worker --resume > resumed.txt 2>&1 || exit 98

@@ -50,7 +50,7 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
     run_dir = tmp_path / "worker"
     (file := tmp_path / "mine.py").write_text(f"import sys\nsys.path.append({str(SETUP.parent)!r})\n{SHARES}")
     train = ("train", str(file), "-n", "2", "--steps", "12", "--seed", "3")
-    with command(*train, cwd=tmp_path, TEST_REWARD="signals poison") as run:
+    with command(*train, cwd=tmp_path, TEST_REWARD="signals poison", TEST_REWARD_S="0.3") as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
         children = run.children()
         run.wait_until(lambda: run.worker(1), "worker 1").kill()
@@ -191,8 +191,8 @@ def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled_and_named_in_a_d
     with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
         run.wait_until(lambda: Path(surroundings["TEST_MARKER"]).exists(), "hanging reward")
         run.wait_until(lambda: any(re.search(f"dev1 is {SCORES}", it) for it in stalls(run_dir)), "a stalled server")
-        run.wait_until(lambda: len(stalls(run_dir)) == 2, "a stalled worker")
-        server, worker = stalls(run_dir)
+        two = run.wait_until(lambda: len(found := stalls(run_dir)) == 2 and found, "a stalled worker")
+        server, worker = two
         assert worker.startswith("dev1: no progress for ") and re.search(SCORES, worker)
         assert server.startswith("server: no progress for ") and re.search("for . more groups? from 1 worker", server)
         for name, what in (("worker 1", f": {SCORES}"), ("server", f"; dev1 is {SCORES}")):

@@ -22,7 +22,7 @@ from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
 from async_grpo.training.prompts import evaluation_rows
-from kit.compared_with_trl import TOLERANCE, largest_difference
+from kit.compared_with_trl import largest_difference
 from kit.in_process import InProcessRun, jobs_of, training_logs
 from kit.recorded_batches import Recorded
 from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
@@ -49,7 +49,7 @@ def trained_as_by_trl(
     plain: Any = get_trainer(trainer_class=trainer_class)
     plain.batches = iter(run.batches)
     plain.train()
-    largest_difference(run.logs, training_logs(plain), 5 * TOLERANCE)  # random weights: 1.4e-5 on one CPU
+    largest_difference(run.logs, training_logs(plain))
     assert abs(run.logs[0]["grad_norm"]) > 1e-3
     return run
 

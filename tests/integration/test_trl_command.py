@@ -39,7 +39,7 @@ SETTINGS = {
     "num_generations": 2,
     "max_completion_length": 8,
     "learning_rate": "1e-3",
-    "adam_epsilon": 1e-5,
+    "adam_epsilon": 1e-3,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",

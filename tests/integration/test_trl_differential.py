@@ -89,7 +89,7 @@ def test_more_random_configurations_train_as_trl_does(seed: int, tmp_path: Path,
 @pytest.mark.slow
 def test_two_worker_processes_train_as_trl_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command line. The rewards set signals, so each worker calls them in its main thread."""
-    small_steps = {"adam_epsilon": 1e-5}  # as `kit.tiny_trainer` has it
+    small_steps = {"adam_epsilon": 1e-3}  # as `kit.tiny_trainer` has it
     options = ("-n", "2", "--max-staleness", "0", "--deterministic")
     finish(tmp_path, *options, TEST_REWARD="signals", TEST_GRPO=json.dumps(small_steps))
     audited(tmp_path / "worker")

@@ -19,7 +19,7 @@ from kit.scripted import ScriptedEngine, ScriptedGenerator, writing
 from kit.tiny_trainer import build_trainer
 from kit.tools import TOOL_CALL
 
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5  # float32 rounds otherwise on each kind of CPU: by up to 1.6e-5 in what was seen
 TIMES = ("step_time", "perf/time_per_step", "perf/throughput")  # no function of what was trained on
 OF_MICRO_BATCHES = re.compile("entropy$|kl$|clip_ratio/|cispo_clip_ratio|vespo/")
 

@@ -133,7 +133,7 @@ def finish(folder: Path, *options: str, setup: Path = SETUP, **env: str) -> str:
 def kill_the_server_at(step: int, folder: Path, *options: str, setup: Path = SETUP, **env: str) -> None:
     """Train in `folder` until the server is killed at this step, which ends the run."""
     folder.mkdir(exist_ok=True)
-    with command("train", str(setup), *options, cwd=folder, TEST_REWARD_S="0.1", **env) as run:
+    with command("train", str(setup), *options, cwd=folder, TEST_REWARD_S="0.4", **env) as run:
         run.wait_until(lambda: len(steps_logged(folder / "worker")) >= step, f"step {step}")
         run.server().kill()
         assert run.wait() != 0, run.output

@@ -103,7 +103,7 @@ def config(output_dir: Path, config_class: type[GRPOConfig] = GRPOConfig, **chan
         "max_completion_length": 8,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
-        "adam_epsilon": 1e-5,  # or Adam's first step would turn a gradient's rounding error into a full step
+        "adam_epsilon": 1e-3,  # or Adam's first step would turn a gradient's rounding error into a full step
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",

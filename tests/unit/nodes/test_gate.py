@@ -271,7 +271,7 @@ def test_a_gate_that_begins_again_takes_what_is_there(run: RunDir, server: Serve
 def test_a_stop_ends_it_and_a_number_that_is_taken_is_waited_for(run: RunDir, server: ServerQueue) -> None:
     cluster = FakeCluster("gpu2")
     by_hand = WorkerQueue.open(run.root, 1, "cpu")
-    with running(*a_gate(run, cluster, nodes=2, here=0)):
+    with running(*a_gate(run, cluster, nodes=2, here=0, node_wait=60.0)):
         until(lambda: len(cluster.started) > 0, "a start")
         by_hand.close()
         until(lambda: any(worker.workers == 2 for worker in server.workers()), "the number")

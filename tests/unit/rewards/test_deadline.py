@@ -142,9 +142,10 @@ endless(["x"])
 
 def test_a_call_whose_caller_is_killed_ends_too() -> None:
     with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE, text=True) as caller:
-        child = psutil.Process(int(caller.stdout.readline()))
+        pid = int(caller.stdout.readline())
         caller.kill()
         with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(pid)
             deadline = time.monotonic() + 30
             while time.monotonic() < deadline and child.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.02)

@@ -157,7 +157,7 @@ def run_interrupted(folder: Path, interrupt: Callable[[Any], object], cluster: s
     """A command that ends with success at its second start; the first one ends by SIGTERM alone, and says so."""
     starts, asked = folder / "starts", folder / "asked"
     script = (
-        f"echo x >> {starts}; test $(wc -l < {starts}) = 2 && exit 0; trap 'touch {asked}; exit 1' TERM; "
+        f"test -e {starts} && echo x >> {starts} && exit 0; trap 'touch {asked}; exit 1' TERM; echo x >> {starts}; "
         "while :; do sleep 0.02; done"
     )
     command, sent = Command(["sh", "-c", script], os.environ, folder / "task.log", "attempt"), list[object]()

@@ -69,6 +69,7 @@ def test_a_stop_once_it_is_deferred_only_sets_a_flag(number: signal.Signals) -> 
         while not stop.requested:
             time.sleep(0.05)
         print("stopped in good order")
+        input()
         raise SystemExit(7)
     """
     with child(code) as process:
@@ -76,13 +77,14 @@ def test_a_stop_once_it_is_deferred_only_sets_a_flag(number: signal.Signals) -> 
         process.send_signal(number)
         process.send_signal(number)  # an impatient user
         says(process, "stopped in good order")
-        assert process.wait(DEADLINE_S) == 7
+        process.communicate("both were sent\n", DEADLINE_S)
+        assert process.returncode == 7
 
 
 PARENT = """
     import subprocess, sys, os
     child = subprocess.Popen([sys.executable, "-u", "-c", sys.argv[1], str(os.getpid())], start_new_session=True)
-    print(child.pid)
+    os.write(1, b"%d\\n" % child.pid)  # at once, as the child writes there as well
     child.wait()
 """
 
@@ -184,7 +186,7 @@ def test_a_compile_cache_through_a_link_is_refused(tmp_path: Path, monkeypatch: 
 def test_a_stop_that_python_dropped_in_a_finaliser_comes_again() -> None:
     code = """
         import os, signal, time
-        from async_grpo.setup.process import StopRequest
+        from async_grpo.setup import process
 
         class Last:
             def __del__(self):
@@ -192,7 +194,8 @@ def test_a_stop_that_python_dropped_in_a_finaliser_comes_again() -> None:
                 for _ in range(1000):
                     pass
 
-        stop = StopRequest()
+        process.SIGNAL_AGAIN_S = 2.0
+        stop = process.StopRequest()
         stop.install()
         stop.install()  # as after a library that has put its own handler there
         last = Last()

@@ -184,7 +184,7 @@ def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
     records = schedule.run()
     assert len(records) == 40 and {record.state for record in records.values()} == {ledger.FINISHED}
     assert me.num_fds() <= before + 1  # the ledger's own
-    assert set(me.children()) == children
+    assert set(me.children()) <= children
     assert not schedule._starter._processes and not schedule._starter.exits
 
 
