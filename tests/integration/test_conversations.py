@@ -236,8 +236,7 @@ def test_a_message_that_a_tag_ended_is_ended_as_the_template_does_and_not_traine
 def test_the_last_message_stays_as_it_is_where_no_token_is_left(tmp_path: Path) -> None:
     get_trainer = tagged_trainer(tmp_path)
     tokenizer = build_tokenizer(CHATML)
-    worker = InProcessWorker(
-        get_trainer(trainer_class=Tagged, max_completion_length=len("0#" + CALL % 2)), ScriptedEngine(Stopping(reply))
-    )
+    trainer = get_trainer(trainer_class=Tagged, max_completion_length=len("0#" + CALL % 2))
+    worker = InProcessWorker(trainer, ScriptedEngine(Stopping(reply)))
     (group,) = worker.generate(jobs_of(chat_rows(1)))
     assert tokenizer.decode(group.completion_ids[0]) == "0#" + CALL % 2

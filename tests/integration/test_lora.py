@@ -160,8 +160,7 @@ def already_adapted(trainable: bool = True) -> Callable[[], PeftModel]:
 def test_an_adapter_that_was_there_before(beta: float, tmp_path: Path) -> None:
     """With beta, TRL adds a frozen copy of the adapter as the reference."""
     run = train(steps(tmp_path, None, already_adapted(), beta=beta), tmp_path)
-    frozen_copy = [name for name, _ in run.trainer.model.named_parameters() if ".ref." in name]
-    assert bool(frozen_copy) == (beta > 0)
+    assert any(".ref." in name for name, _ in run.trainer.model.named_parameters()) == (beta > 0)
 
 
 def test_a_model_of_which_nothing_trains_is_refused(tmp_path: Path) -> None:

@@ -69,8 +69,7 @@ def test_two_ranks_go_on_as_another_number(setup: Path, example: str, after: int
     for folder, configs in ((one, ("none", "none")), (several, (str(EXAMPLES / example), later))):
         folder.mkdir()
         for config, more in zip(configs, (("--steps", "4"), ("--steps", "8", "--resume")), strict=True):
-            options = ("-n", "1", "--deterministic", "--accelerate-config", config)
-            finish(folder, *options, *more, setup=setup, **env)
+            finish(folder, "-n", "1", "--deterministic", "--accelerate-config", config, *more, setup=setup, **env)
     same_training(several, one, steps=8)
     if setup == PPO:
         same_weights(several, one, 8, file="critic/model.safetensors")

@@ -350,9 +350,8 @@ def test_a_configuration_without_a_critic_is_refused(tmp_path: Path) -> None:
 
 def test_a_critic_of_other_texts_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    Qwen3ForTokenClassification(
-        build_model(tokenizer, max_position_embeddings=64, num_labels=1).config
-    ).save_pretrained(tmp_path)
+    config = build_model(tokenizer, max_position_embeddings=64, num_labels=1).config
+    Qwen3ForTokenClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="reads 64 tokens, and the policy 2048"):
         ppo_trainer(tmp_path, critic_model=str(tmp_path))()

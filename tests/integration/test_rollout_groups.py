@@ -362,9 +362,8 @@ def test_a_rollout_func_with_a_prompt_for_each_completion(tmp_path: Path) -> Non
         logprobs = [[-1.0] * len(row) for row in completion_ids]
         return {"prompt_ids": tokenizer(texts)["input_ids"], "completion_ids": completion_ids, "logprobs": logprobs}
 
-    run = InProcessRun(
-        settings(tmp_path, {"rollout_func": rollout_func}, train_dataset=Dataset.from_list([{"prompt": "p"}] * 8))
-    ).train()
+    data = Dataset.from_list([{"prompt": "p"}] * 8)
+    run = InProcessRun(settings(tmp_path, {"rollout_func": rollout_func}, train_dataset=data)).train()
     trained = prompts_and_completions(run)
     assert [digits(prompt) for prompt, _ in trained] == [completion for _, completion in trained]
     assert [group.prompts for group in run.groups] == [[]] * len(run.groups), "the dataset's own"

@@ -88,8 +88,7 @@ def trained_by_trl(folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[st
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(trl, "GRPOTrainer", Given)
-    parsed = grpo.make_parser().parse_args_and_config(["--config", "grpo.yaml", *flags])
-    grpo.main(*parsed)
+    grpo.main(*grpo.make_parser().parse_args_and_config(["--config", "grpo.yaml", *flags]))
     (trainer,) = made
     return trainer
 

@@ -63,9 +63,7 @@ def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(inputs_and_train
     assert inputs["completion_mask"].tolist() == [[1, 1, 0]] + [[1, 1, 1]] * 7
 
 
-def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(
-    inputs_and_trainer: Prepared,
-) -> None:
+def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(inputs_and_trainer: Prepared) -> None:
     inputs, trainer = inputs_and_trainer
     with torch.no_grad():
         logprobs_BC, *rest = trainer._get_per_token_logps_and_entropies(

@@ -79,10 +79,7 @@ def test_a_progress_bar_of_the_users_stays_and_transformers_own_goes(own: type[A
     for silent in (True, False):  # transformers adds its printer, or its bar
         given = own()
         run = InProcessRun(settings(tmp_path, {"callbacks": [given]}, disable_tqdm=silent))
-        kept = [
-            it for it in run.trainer.callback_handler.callbacks if isinstance(it, (ProgressCallback, PrinterCallback))
-        ]
-        assert kept == [given]
+        assert callback(run, (ProgressCallback, PrinterCallback)) == [given]
     if own is OwnProgress:
         run.train()
         assert given.begun == 1
@@ -363,7 +360,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InProcessRun:
     return InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tracker"]))
 
 
-def callback(run: InProcessRun, kind: type[Any]) -> list[Any]:
+def callback(run: InProcessRun, kind: type[Any] | tuple[type[Any], ...]) -> list[Any]:
     return [it for it in run.trainer.callback_handler.callbacks if isinstance(it, kind)]
 
 

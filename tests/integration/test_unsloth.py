@@ -24,8 +24,7 @@ FAKE = SETUP.parent / "fake_unsloth"
 
 def test_unsloth_comes_first_and_trains_through_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = tmp_path / "notes.jsonl"
-    setup = SETUP.with_name("unsloth_model.py")
-    arguments = ["train", str(setup), "--num-workers", "1"]
+    arguments = ["train", str(SETUP.with_name("unsloth_model.py")), "--num-workers", "1"]
     environment = {"FAKE_UNSLOTH_NOTES": str(notes), "TEST_STEPS": "3", "TEST_EXTRA_PATH": str(FAKE)}
     monkeypatch.delenv("FAST_INFERENCE", raising=False)
     with command(*arguments, cwd=tmp_path, **environment) as run:
@@ -52,9 +51,8 @@ def test_a_model_with_an_engine_of_its_own_generates_with_it(tmp_path: Path) -> 
 def suitable_engine(**changes: Any) -> Any:
     """What we read of Unsloth's `LLM`, as `load_vllm` in unsloth_zoo 2026.10.7 makes it."""
     settings: dict[str, Any] = {"lora_config": object(), "logprobs_mode": "processed_logprobs", **changes}
-    config = SimpleNamespace(
-        lora_config=settings["lora_config"], model_config=SimpleNamespace(logprobs_mode=settings["logprobs_mode"])
-    )
+    model_config = SimpleNamespace(logprobs_mode=settings["logprobs_mode"])
+    config = SimpleNamespace(lora_config=settings["lora_config"], model_config=model_config)
     inside = {} if settings.get("own_process") else {"model_executor": object()}
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, **inside))
     llm._unsloth_lora_without_attention = settings.get("without_attention", False)

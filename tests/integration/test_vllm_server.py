@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from async_grpo.rollout.engine_choice import connect
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
+from async_grpo.serving.vllm_server import free_port
 from async_grpo.setup.generator_choice import NAMED_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
@@ -60,10 +60,9 @@ def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:
     return trainer
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def engine(server: FakeVLLMServer, tmp_path: Path) -> VLLMServer:
+    return VLLMServer(worker_trainer(tmp_path, server.url))
 
 
 def test_it_generates_with_the_weights_that_it_was_sent(server: FakeVLLMServer, tmp_path: Path) -> None:
@@ -95,8 +94,7 @@ def test_sampling_parameters_go_as_trl_sends_them(server: FakeVLLMServer, tmp_pa
     assert "detokenize" not in body
 
 
-def test_groups_of_other_lengths_are_asked_for_together(server: FakeVLLMServer, tmp_path: Path) -> None:
-    engine = VLLMServer(worker_trainer(tmp_path, server.url))
+def test_groups_of_other_lengths_are_asked_for_together(server: FakeVLLMServer, engine: VLLMServer) -> None:
     groups = [group([PROMPT] * 2), *(group([PROMPT] * 2, max_tokens=most) for most in (2, 5))]
     sampled = run(engine, groups)
     longest = [max(len(tokens.ids) for tokens in one.tokens) for one in sampled]
@@ -157,7 +155,7 @@ def test_what_cannot_be_merged_is_refused(server: FakeVLLMServer, tmp_path: Path
 
 
 def test_a_server_that_is_not_there_is_a_sentence_that_says_how_to_start_it(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1', 20_000)}"
     with pytest.raises(GeneratorError, match=rf"{url}.*vllm serve MODEL.*--logprobs-mode processed_logprobs"):
         VLLMServer(worker_trainer(tmp_path, url, vllm_server_timeout=0.1))
 
@@ -182,26 +180,23 @@ def test_a_refused_prompt_is_the_jobs_fault_and_an_error_is_the_servers(server: 
     assert len(server.bodies("/v1/completions")) == 2, "no request is sent again"
 
 
-def test_a_dying_server_is_noticed(server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dying_server_is_noticed(server: FakeVLLMServer, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SAY_EVERY_S", 0.0)
-    engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
     server.answers["/health"] = (503, {})
     with pytest.raises(GeneratorError, match="is gone"):
         sample(engine, [PROMPT])
 
 
-def test_a_worker_is_not_held_up_by_a_server_that_generates(server: FakeVLLMServer, tmp_path: Path) -> None:
-    engine = VLLMServer(worker_trainer(tmp_path, server.url))
+def test_a_worker_is_not_held_up_by_a_server_that_generates(server: FakeVLLMServer, engine: VLLMServer) -> None:
     server.hold.clear()
     assert engine.sample([group([PROMPT])]) == []
     assert engine.sample([]) == []
     engine.close()
 
 
-def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_has_an_end(server: FakeVLLMServer, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "GENERATION_S", 0.1)
-    engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
     with pytest.raises(GeneratorError, match="1 completions of the vLLM server"):
         sample(engine, [PROMPT])
@@ -252,10 +247,8 @@ def test_a_run_whose_completions_come_from_a_server(
         for parameter in server.model.parameters():
             parameter.normal_()
     config = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-    setup = str(SETUPS / "served_model.py")
-    arguments = ["train", setup, "--num-workers", "1", "--max-staleness", "0", "--steps", "4"]
-    environment = {"TEST_VLLM_SERVER": server.url, "TEST_GRPO": json.dumps(config)}
-    ran(*arguments, cwd=tmp_path, **environment)
+    arguments = ["train", str(SETUPS / "served_model.py"), "--num-workers", "1", "--max-staleness", "0", "--steps", "4"]
+    ran(*arguments, cwd=tmp_path, TEST_VLLM_SERVER=server.url, TEST_GRPO=json.dumps(config))
     assert steps_logged(tmp_path / "worker") == [1, 2, 3, 4]
     ratios = [line[f"async/ratio_{end}"] for line in logged(tmp_path / "worker") for end in ("min", "max")]
     assert ratios == pytest.approx([1.0] * 8, abs=1e-4)

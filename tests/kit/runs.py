@@ -111,8 +111,7 @@ def command(
         yield running
     finally:
         if running.process.poll() is None:
-            family = [psutil.Process(running.process.pid), *running.children()]
-            for process in family:
+            for process in [psutil.Process(running.process.pid), *running.children()]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             running.process.wait()

@@ -74,9 +74,8 @@ def plain_rows(count: int = len(PROMPTS)) -> Dataset:
 
 def chat_rows(count: int = len(PROMPTS)) -> Dataset:
     """`prompt` as messages, and a column `target` for reward functions."""
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": text}], "target": len(text)} for text in PROMPTS[:count]]
-    )
+    rows = [{"prompt": [{"role": "user", "content": text}], "target": len(text)} for text in PROMPTS[:count]]
+    return Dataset.from_list(rows)
 
 
 def text_of(completion: Any) -> str:

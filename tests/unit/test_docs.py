@@ -96,8 +96,7 @@ def test_the_glossary_has_at_most_twenty_terms() -> None:
 def test_the_layers_on_the_page_are_those_that_are_checked() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
-    page = (ROOT / "docs" / "design.md").read_text()
-    assert "```text\n" + "\n".join(layers) + "\n```" in page
+    assert "```text\n" + "\n".join(layers) + "\n```" in (ROOT / "docs" / "design.md").read_text()
 
 
 def test_every_room_is_on_the_page_and_begins_where_it_says() -> None:

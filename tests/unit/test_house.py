@@ -85,8 +85,7 @@ class Repository:
 
     def git(self, *arguments: str) -> None:
         who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=m"]
-        command = ["git", *who, *arguments]
-        subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=DEADLINE_S)
+        subprocess.run(["git", *who, *arguments], cwd=self.folder, check=True, capture_output=True, timeout=DEADLINE_S)
 
     def commit(self, message: str, **budgets: Any) -> None:
         if budgets:
@@ -170,9 +169,8 @@ def test_branches_may_save_and_raise_beside_one_another(repository: Repository) 
     repository.git("checkout", "-b", "side")
     repository.commit(REASON, queue=5)
     repository.git("checkout", "-")
-    repository.write(
-        "house.toml", (repository.folder / "house.toml").read_text().replace("functions = 9", "functions = 8")
-    )
+    before = (repository.folder / "house.toml").read_text()
+    repository.write("house.toml", before.replace("functions = 9", "functions = 8"))
     repository.commit("A shorter way")
     repository.git("merge", "side", "-m", "Both")
     assert house.raised_in_silence(repository.folder) == []

@@ -68,9 +68,8 @@ def test_what_a_report_is_made_of_stays(text: str) -> None:
 def test_values_of_secret_variables_are_removed_wherever_they_are() -> None:
     environment = {"MY_TOKEN": "swordfish", "WANDB_API_KEY": "swordfish-longer", "HOME": "/home/me", "X_KEY": "short"}
     redact = Redactor(dump.secrets_of(environment))
-    assert (
-        redact("a swordfish and a swordfish-longer in /home/me, short") == f"a {MASK} and a {MASK} in /home/me, short"
-    )
+    said = redact("a swordfish and a swordfish-longer in /home/me, short")
+    assert said == f"a {MASK} and a {MASK} in /home/me, short"
 
 
 def test_the_working_directory_is_no_secret_of_the_environment() -> None:

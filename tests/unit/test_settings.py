@@ -57,10 +57,9 @@ def test_what_is_no_name(text: str) -> None:
 
 def test_strengths_of_guidance_are_over_zero_each_once() -> None:
     assert etas("0.1, 2,off") == (0.1, 2.0, "off")
+    said = "must be over 0, in units of the reward, got .*; off is no guidance"
     for text in ("0", "-1", "nan", "inf", "", "x"):
-        with pytest.raises(
-            ArgumentTypeError, match=r"must be over 0, in units of the reward, got .*; off is no guidance"
-        ):
+        with pytest.raises(ArgumentTypeError, match=said):
             etas(text)
     with pytest.raises(ArgumentTypeError, match="names a strength twice"):
         etas("0.1,0.10")

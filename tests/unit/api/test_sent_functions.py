@@ -198,9 +198,8 @@ class TheirTrainer(GRPOTrainer): ...
 def loaded_elsewhere(path: Path, folder: Path) -> str:
     """What get_trainer() of a setup file returns in another process."""
     check_setup_file(path)
-    child = subprocess.run(
-        [sys.executable, "-c", LOADS, str(path)], cwd=folder, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", LOADS, str(path)]
+    child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
     return child.stdout.strip()
 

@@ -47,9 +47,8 @@ class FakeRun(ArchivedRun):
         return _write(shard / f"{seq:010d}.a{attempt:02d}_complete_from_dev{worker}.safetensors", encode_group(group))
 
     def job(self, seq: int, state: str = "pending", attempt: int = 0, folder: str = "queue") -> Path:
-        return _write(
-            self.root / folder / f"{seq:010d}.a{attempt:02d}_{state}.safetensors", encode_job(make_job(seq, run_id=RUN))
-        )
+        path = self.root / folder / f"{seq:010d}.a{attempt:02d}_{state}.safetensors"
+        return _write(path, encode_job(make_job(seq, run_id=RUN)))
 
     def set_aside(self, seq: int, state: str = "failed") -> Path:
         path = self.job(seq, state, attempt=2, folder="quarantine")
@@ -60,16 +59,8 @@ class FakeRun(ArchivedRun):
         folder = self.output_dir / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         below, above = pack_consumed(0, set(consumed), unusable)
-        state = RolloutState(
-            run_id=RUN,
-            step=step,
-            next_seq=MANY,
-            rounds=step,
-            unusable=list(unusable),
-            consumed_below=below,
-            consumed=sorted(above),
-        )
-        save(folder, state)
+        used = {"unusable": list(unusable), "consumed_below": below, "consumed": sorted(above)}
+        save(folder, RolloutState(run_id=RUN, step=step, next_seq=MANY, rounds=step, **used))
         return folder / "rollout_state.json"
 
     def audit(self) -> Audit:

@@ -177,10 +177,8 @@ def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.M
 
 def test_the_build_of_torch_does_not_matter_to_its_version() -> None:
     pins = machine.tested_set()
-    assert (
-        only(machine.packages(HERE, lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level
-        is Level.OK
-    )
+    found = machine.packages(HERE, lambda name: pins.get(name) and pins[name] + "+cu128")
+    assert only(found, "versions").level is Level.OK
 
 
 def test_engines_are_optional_but_of_the_tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +259,8 @@ def test_cupy_torch_and_the_driver(
 def test_a_gpu_that_is_not_all_there(
     free: int, runs: bool, why_not: str | None, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "torch.cuda.get_device_properties", lambda index: SimpleNamespace(name="H100", major=9, minor=0)
-    )
+    properties = SimpleNamespace(name="H100", major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (free * GB, 80 * GB))
     monkeypatch.setattr("async_grpo_ipc.memory.cuda_runtime.why_not", lambda device: why_not)
     monkeypatch.setattr(gpu, "find_spec", lambda name: name)

@@ -12,11 +12,11 @@ from async_grpo.cli import main
 from async_grpo.cli.compute.evaluate import _table
 from async_grpo.log import logger
 from async_grpo.queue import ServerQueue, WorkerQueue
-from async_grpo.records import Job
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunState
 from async_grpo.setup.process import set_up_log
 from kit.archived_run import RUN, ArchivedRun, three_steps
+from kit.groups import make_job
 from kit.plans import planned
 
 CONTROLS = "\x1b]0;owned\x07\x1b[2J\u202e[/bold]"
@@ -34,9 +34,7 @@ def hostile(tmp_path: Path) -> ArchivedRun:
     made.group(6, 3, folder="queue", completions=[CONTROLS, f"b\n{CONTROLS}"], prompt=CONTROLS, **reward)
     server = ServerQueue.open(made.root, RUN, max_attempts=1, watch_workers=False)
     worker = WorkerQueue.open(made.root, 1, "cpu")
-    server.submit(
-        Job(run_id=RUN, seq=7, row={"prompt": CONTROLS}, num_generations=2, seed=0, born_version=0, min_version=0)
-    )
+    server.submit(make_job(7, run_id=RUN, row={"prompt": CONTROLS}))
     (claim,) = worker.claim(1)
     worker.fail(claim, f"Traceback\nValueError: {CONTROLS}\nlast: {CONTROLS}")
     worker.close()

@@ -136,8 +136,7 @@ def test_requeue_gives_one_more_try_whose_result_is_used(server: ServerQueue, pr
     (claim,) = other.claim(1)
     other.complete(claim, finished(claim.job, attempt=claim.attempt, worker="dev2"))
     other.close()
-    taken = [server.take(entry) for entry in server.finished()]
-    assert [group.job.seq for group in taken if group] == [1, 3]
+    assert [group.job.seq for group in map(server.take, server.finished()) if group] == [1, 3]
 
 
 @pytest.mark.usefixtures("server")

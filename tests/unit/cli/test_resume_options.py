@@ -158,9 +158,8 @@ def test_a_server_by_hand_is_where_it_was_and_says_where_it_goes(
 def test_a_trainer_of_several_processes_can_go_on_as_one(launched: Launched, tmp_path: Path, printed: Says) -> None:
     (tmp_path / "ddp.yaml").write_text("num_processes: 2\n")
     assert main(["train", "my trainer.py", "-n", "1", "--accelerate-config", "ddp.yaml"]) == 0
-    assert "without --accelerate-config from now on; the run was begun with" in printed(
-        "train", "--resume", "--accelerate-config", "none"
-    )
+    said = printed("train", "--resume", "--accelerate-config", "none")
+    assert "without --accelerate-config from now on; the run was begun with" in said
     assert launched[-1].launch.accelerate_config is None
 
 

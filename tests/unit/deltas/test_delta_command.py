@@ -124,9 +124,8 @@ def test_a_picture_has_a_row_for_each_layer_and_kind(
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    assert "map.svg: a heat map of 3 rows and 10 versions" in printed(
-        "delta", "stats", chain, "--plot", chain / "map.svg"
-    )
+    said = printed("delta", "stats", chain, "--plot", chain / "map.svg")
+    assert "map.svg: a heat map of 3 rows and 10 versions" in said
     rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawn[0].axes[:2]]
     assert rows == [["0", "1", "rest"], ["q_proj", "up_proj", "norm"]]
 

@@ -41,8 +41,7 @@ def plain() -> PreTrainedModel:
 
 
 def with_sliding_window() -> PreTrainedModel:
-    layers = ["full_attention", "sliding_attention"]
-    return made("qwen2", use_sliding_window=True, sliding_window=4, layer_types=layers)
+    return made("qwen2", use_sliding_window=True, sliding_window=4, layer_types=["full_attention", "sliding_attention"])
 
 
 class EndsByRow(LogitsProcessor):

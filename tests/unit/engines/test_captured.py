@@ -386,10 +386,7 @@ def test_graphs_leave_a_part_of_the_memory_and_are_made_once_it_is_free(
     ("hook", "reason"),
     [
         (lambda module, args, output: output * (output.max().item() != 1e9), "a pass waits for the GPU (aten._local"),
-        (
-            lambda module, args, output: output + (0 * output).sinh(),
-            "one could not be made: RuntimeError: oper",
-        ),
+        (lambda module, args, output: output + (0 * output).sinh(), "one could not be made: RuntimeError: oper"),
     ],
 )
 def test_what_cannot_be_captured_runs_kernel_by_kernel(

@@ -88,9 +88,8 @@ def test_log_probabilities_are_those_of_a_forward_pass(
     assert len(completions) == len(logprobs) == len(prompts)
     for prompt, ids, sampled in zip(prompts, completions, logprobs, strict=True):
         assert len(sampled) == len(ids)
-        torch.testing.assert_close(
-            torch.tensor(sampled), forward_logprobs(model, prompt, ids, temperature), atol=1e-5, rtol=0
-        )
+        expected = forward_logprobs(model, prompt, ids, temperature)
+        torch.testing.assert_close(torch.tensor(sampled), expected, atol=1e-5, rtol=0)
 
 
 def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model: Qwen3ForCausalLM) -> None:
@@ -192,9 +191,8 @@ def test_a_model_that_generates_by_itself_is_refused(
     [refused] = run(engine_of(get_peft_model(own, LoraConfig(r=2)) if adapted else own), [group(PROMPTS)])
     assert isinstance(refused.error, RunRefused)
     assert f"{its_class.__name__} has a generate of its own" in str(refused.error)
-    assert "Take --generator vllm, remove it from the model, let a rollout_func of the trainer call it" in str(
-        refused.error
-    )
+    way_out = "Take --generator vllm, remove it from the model, let a rollout_func of the trainer call it"
+    assert way_out in str(refused.error)
 
 
 @pytest.mark.parametrize("its_class", [PassesOn, InInferenceMode])
@@ -222,9 +220,8 @@ def test_a_job_that_asks_for_temperature_0_is_decoded_greedily_beside_others(mod
             torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=PAD, eos_token_id=[EOS, OTHER_END]
         )
         assert [tokens.ids for tokens in found[seq].tokens] == [plain[0, len(prompt) :].tolist()]
-    assert len({tuple(tokens.ids) for tokens in found[9].tokens}) > 1, (
-        "the other group is sampled at the trainer's temperature"
-    )
+    others = {tuple(tokens.ids) for tokens in found[9].tokens}
+    assert len(others) > 1, "the other group is sampled at the trainer's temperature"
 
 
 @contextmanager

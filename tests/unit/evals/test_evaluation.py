@@ -480,9 +480,8 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
     file.write_text(lines[0] + lines[1][:30])
     assert watch.reason_to_stop() == "" and watch.look().step == 0
     file.write_text("".join(lines))
-    assert watch.reason_to_stop() == (
-        "1 evaluation has not improved the mean reward by more than 0: the best was 0.500 at step 0"
-    )
+    once = "1 evaluation has not improved the mean reward by more than 0: the best was 0.500 at step 0"
+    assert watch.reason_to_stop() == once
     with file.open("a") as more:
         more.write(lines[1])
     assert watch.reason_to_stop().startswith("2 evaluations in a row have not improved")

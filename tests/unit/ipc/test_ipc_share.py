@@ -297,9 +297,8 @@ print(remote)
 def test_what_is_left_open_at_exit_says_nothing(handle, trainer):
     with WeightExporter.from_model(trainer, handle) as exporter:
         exporter.publish(7)
-        done = subprocess.run(
-            [sys.executable, "-c", LEFT_OPEN, str(handle)], capture_output=True, text=True, timeout=60
-        )
+        command = [sys.executable, "-c", LEFT_OPEN, str(handle)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == f"<RemoteWeights of {handle}: no version is held, models aliased: 0>\n"
         assert exporter.publish(8) and exporter.publish(9), "the kernel has ended the lease"

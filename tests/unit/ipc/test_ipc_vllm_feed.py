@@ -96,9 +96,8 @@ SMALL: dict[str, Any] = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": No
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(**SMALL, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    )
+    config = LlamaConfig(**SMALL, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:

@@ -109,8 +109,7 @@ class Stage:
 
     def starts(self, role: str) -> list[tuple[int, list[str], dict[str, str]]]:
         """What has started in that role so far; a child may be writing its line just now."""
-        lines = LineReader(self.folder / f"starts_{role}").new_lines()
-        return [tuple(json.loads(line)) for line in lines]
+        return [tuple(json.loads(line)) for line in LineReader(self.folder / f"starts_{role}").new_lines()]
 
     def pids(self) -> list[int]:
         return [start[0] for role in ("server", "worker1", "worker2") for start in self.starts(role)]

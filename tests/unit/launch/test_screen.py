@@ -11,8 +11,8 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -222,13 +222,8 @@ def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path, monkeypatch: pytest.
 # --- a terminal
 
 
-@contextmanager
-def terminal(*command: str, cwd: Path) -> Iterator[PseudoTerminal]:
-    terminal = PseudoTerminal([REAL_PYTHON, "-c", *command], cwd=cwd, env=launch_env())
-    try:
-        yield terminal
-    finally:
-        terminal.close()
+def terminal(*command: str, cwd: Path) -> closing[PseudoTerminal]:
+    return closing(PseudoTerminal([REAL_PYTHON, "-c", *command], cwd=cwd, env=launch_env()))
 
 
 def test_ctrl_c_leaves_a_clean_terminal(stage: Stage) -> None:
@@ -358,10 +353,9 @@ def test_what_the_log_writes_is_read_with_its_level(log: Path) -> None:
     assert (second.level, second.text) == ("WARNING", "two")
 
 
-def test_the_last_words_of_a_log_that_was_deleted_meanwhile(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
+def test_the_last_words_of_a_log_that_was_deleted_meanwhile(log: Path) -> None:
     tail = LogTail(log, "w")
-    log.write_text("12:00:00 INFO    it begins\n")
+    append(log, f"{LINE}it begins\n")
     tail.new_lines()
     with log.open("a") as file:
         log.unlink()

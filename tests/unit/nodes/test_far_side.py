@@ -324,8 +324,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
 
     monkeypatch.setattr(far, "is_there", lambda *_: False)
     monkeypatch.setattr(far, "unpack", full)
-    why = far.FarNode().begin(order)
-    assert why == f"{tmp_path}/local: the disk is full. Make room, or choose another place."
+    assert far.FarNode().begin(order) == f"{tmp_path}/local: the disk is full. Make room, or choose another place."
     until_gone(tmp_path / "local")
 
 

@@ -139,10 +139,8 @@ def test_what_it_has_saved_is_written_down_and_a_full_disk_does_not_end_it(
 def test_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:
     with held(tmp_path / "run"):
         begin = "import sys; from pathlib import Path; from async_grpo.roles.plain_trl import held\n"
-        other = begin + "with held(Path(sys.argv[1])): pass"
-        said = subprocess.run(
-            [sys.executable, "-c", other, tmp_path / "run"], capture_output=True, text=True, timeout=60, check=False
-        )
+        command = [sys.executable, "-c", begin + "with held(Path(sys.argv[1])): pass", tmp_path / "run"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Another process trains in" in said.stderr and f"process {os.getpid()} on" in said.stderr
     with held(tmp_path / "run"):
         pass

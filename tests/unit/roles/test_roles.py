@@ -86,11 +86,7 @@ def worker_on(gpu: str, run: Path, **settings: Any) -> WorkerOptions:
 
 @pytest.mark.parametrize(
     ("gpu", "settings", "order"),
-    [
-        ("0", {}, ["weights", "engine"]),
-        ("1", {}, ["engine"]),
-        ("0", {"server_devices": "2,3"}, ["engine"]),
-    ],
+    [("0", {}, ["weights", "engine"]), ("1", {}, ["engine"]), ("0", {"server_devices": "2,3"}, ["engine"])],
 )
 def test_an_engine_on_the_servers_gpu_starts_once_the_server_has_its_share(
     gpu: str, settings: dict[str, Any], order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

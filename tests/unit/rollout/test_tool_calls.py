@@ -188,18 +188,14 @@ def test_a_tool_whose_thread_cannot_be_started_costs_its_groups(
 
 
 def test_async_tools_of_all_dialogues_are_awaited_together() -> None:
-    met: list[asyncio.Barrier] = []
+    met = asyncio.Barrier(4)
 
     async def meet() -> str:
-        await met[0].wait()
+        await met.wait()
         return "met"
 
-    async def run() -> list[list[Outcome]]:
-        met.append(asyncio.Barrier(4))
-        tools = made()
-        return await asyncio.gather(*(tools.run([later(meet), later(meet)]) for _ in range(2)))
-
-    assert [one.value for results in asyncio.run(run()) for one in results] == ["met"] * 4
+    dialogues = outcomes([[lambda: later(meet)] * 2] * 2)
+    assert [one.value for results in dialogues for one in results] == ["met"] * 4
 
 
 def test_no_more_calls_than_the_limit_run_at_a_time() -> None:
@@ -464,9 +460,8 @@ def test_a_users_method_gets_a_list_of_its_own_and_any_arguments() -> None:
 
 def test_what_trl_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
-    monkeypatch.setattr(
-        trainer.processing_class, "apply_chat_template", lambda messages, **options: [len(messages), len(options)]
-    )
+    sizes = lambda messages, **options: [len(messages), len(options)]  # noqa: E731
+    monkeypatch.setattr(trainer.processing_class, "apply_chat_template", sizes)
     with pytest.raises(ValueError, match="not a prefix"):
         ToolResults(trainer).written(result("add", "1"))
 

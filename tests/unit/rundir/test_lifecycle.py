@@ -145,10 +145,9 @@ def test_a_folder_of_a_user_whose_files_may_be_named_like_ours_is_refused_and_no
     (root / name).parent.mkdir(parents=True)
     (root / name).write_text("mine")
     root.chmod(0o755)
+    said = rf"is not a run directory: it holds '{name.split('/')[0]}' and no run\.json"
     for how in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(
-            RunDirError, match=rf"is not a run directory: it holds '{name.split('/')[0]}' and no run\.json"
-        ):
+        with pytest.raises(RunDirError, match=said):
             prepare(root, planned(CONFIG, **how))
     assert everything(root) == {name: b"mine"}
     assert root.stat().st_mode & 0o777 == 0o755

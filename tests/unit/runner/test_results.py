@@ -52,9 +52,8 @@ def test_the_interval_holds_the_enumerated_divergence() -> None:
     temperature = 0.7
     tokenizer = words_tokenizer("abcdefgh")
     models = [endless_transformer(tokenizer, seed=seed).eval() for seed in (1, 0)]
-    policy, reference = (
-        Enumerable.of_model(model, PROMPT, np.zeros(SEQUENCES), temperature).reference for model in models
-    )
+    worlds = [Enumerable.of_model(model, PROMPT, np.zeros(SEQUENCES), temperature) for model in models]
+    policy, reference = (world.reference for world in worlds)
     rng = np.random.default_rng(0)
 
     def group(lengths: tuple[int, ...]) -> Any:

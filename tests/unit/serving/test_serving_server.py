@@ -150,8 +150,7 @@ def test_another_program_that_has_its_port_is_not_taken_for_it(
 
 def test_our_plugin_is_among_those_that_the_user_allows() -> None:
     for env, plugins in (({"VLLM_PLUGINS": "other"}, "other,async_grpo_ipc"), ({}, None)):
-        plan = ServerPlan(model="M", port=1, log=Path("log"), env=env)
-        assert plan.environment().get("VLLM_PLUGINS") == plugins
+        assert ServerPlan(model="M", port=1, log=Path("log"), env=env).environment().get("VLLM_PLUGINS") == plugins
 
 
 def test_an_installation_without_our_backend_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trainer(wish: bool = False, mode: str = "colocate", train_dataset: Any = None) -> Any:
-    return SimpleNamespace(
-        async_grpo_wants_vllm=wish, args=SimpleNamespace(vllm_mode=mode), model=None, train_dataset=train_dataset
-    )
+    args = SimpleNamespace(vllm_mode=mode)
+    return SimpleNamespace(async_grpo_wants_vllm=wish, args=args, model=None, train_dataset=train_dataset)
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,8 @@ def left_over(command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def record_of(process: subprocess.Popen[str], later_s: float = 0.0) -> ledger.Record:
-    return ledger.Record(
-        task=str(process.pid), state=ledger.RUNNING, pid=process.pid, born=ledger.born(process.pid) - later_s
-    )
+    born = ledger.born(process.pid) - later_s
+    return ledger.Record(task=str(process.pid), state=ledger.RUNNING, pid=process.pid, born=born)
 
 
 def test_what_a_killed_queue_has_left_is_ended_by_its_pid(yard: Yard) -> None:

@@ -151,8 +151,7 @@ def test_a_run_that_is_loaded_with_workers_that_were_there_first(run: RunDir, st
     start("server", "starting")
     assert look(run.root).state == STARTING
     start("dev2", "starting")
-    view = look(run.root)
-    assert [(w.name, w.state) for w in view.workers] == [("dev1", LOADING), ("dev2", STARTING)]
+    assert [(w.name, w.state) for w in look(run.root).workers] == [("dev1", LOADING), ("dev2", STARTING)]
     assert main(["status", str(run.root)]) == 0
 
 
@@ -364,21 +363,15 @@ def test_a_finished_run_that_was_renamed_says_where_it_ran(run: RunDir) -> None:
 # --- What the screen shows of `async-grpo evaluate`, which has problems and no steps -----------------------------
 
 
-def shown(root: Path) -> str:
-    console = Console(file=StringIO(), width=80, highlight=False)
-    console.print(panel(look(root)))
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_an_evaluation_without_training_has_a_bar_of_problems(tmp_path: Path) -> None:
     run_id = prepare(tmp_path / "evaluation", planned(tmp_path / "x.py")).run_id
     root, lock, server = tmp_path / "evaluation", server_lock(tmp_path / "evaluation"), Activity()
     assert lock.try_acquire({"role": "evaluation"})
     server.publish(root, "server", device="cpu", run_id=run_id, state=LOADING, stall_after_s=60)
-    assert "is loading x.py" in shown(root), "its process is alive, and no parameter server was killed"
+    assert "is loading x.py" in text_of(panel(look(root))), "its process is alive, and no parameter server was killed"
     server.doing(EVALUATING, version=0)
     server.evaluates(answered=30, problems=120, eta_s=9.0)
-    text = shown(root)
+    text = text_of(panel(look(root)))
     assert "evaluating in" in text
     assert "problem 30/120 " in text and "ETA 9 s" in text
     lock.release()

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,18 +104,13 @@ def test_the_warning_names_what_is_waited_for_and_what_the_others_do(
     assert warnings == [], "loading takes its time"
     clock.now += stalls.LOADING_S
     StallReporter(server, tmp_path, 60.0).look(clock.now)
-    [message] = warnings
-    assert message.startswith(
-        "no progress for 61 s: waiting 5 min for 4 more groups from 1 worker; dev1 is loading for"
-    )
+    [said] = warnings
+    assert said.startswith("no progress for 61 s: waiting 5 min for 4 more groups from 1 worker; dev1 is loading for")
 
 
 def test_the_thread_looks_by_itself(tmp_path: Path, warnings: list[str]) -> None:
-    warning = StallReporter(worker(tmp_path, state=GENERATING), tmp_path, 0.05).start()
-    try:
+    with closing(StallReporter(worker(tmp_path, state=GENERATING), tmp_path, 0.05).start()):
         wait_until(lambda: warnings or None, what="a warning", timeout_s=60, poll_s=0.01)
-    finally:
-        warning.close()
     assert warnings[0].startswith("no progress for ")
 
 
