@@ -26,7 +26,6 @@ from async_grpo.rollout.engine_choice import connect
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
-from async_grpo.serving.vllm_server import free_port
 from async_grpo.setup.generator_choice import NAMED_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
@@ -155,7 +154,7 @@ def test_what_cannot_be_merged_is_refused(server: FakeVLLMServer, tmp_path: Path
 
 
 def test_a_server_that_is_not_there_is_a_sentence_that_says_how_to_start_it(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1', 20_000)}"
+    url = "http://127.0.0.1:1"
     with pytest.raises(GeneratorError, match=rf"{url}.*vllm serve MODEL.*--logprobs-mode processed_logprobs"):
         VLLMServer(worker_trainer(tmp_path, url, vllm_server_timeout=0.1))
 

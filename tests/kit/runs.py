@@ -53,10 +53,7 @@ class Command:
     def worker(self, number: int) -> psutil.Process | None:
         """The process of worker `number`, if it runs now."""
         for child in self.children():
-            try:
-                arguments = child.cmdline()
-            except psutil.NoSuchProcess:
-                continue
+            arguments = _arguments(child)
             if "worker" in arguments and arguments[arguments.index("--id") + 1] == str(number):
                 return child
         return None
@@ -80,7 +77,7 @@ class Command:
 
     def server(self) -> psutil.Process:
         """The process of the parameter server, or of its only rank."""
-        return next(child for child in self.children() if "server" in child.cmdline())
+        return next(child for child in self.children() if "server" in _arguments(child))
 
     def wait(self) -> int:
         try:
@@ -91,6 +88,12 @@ class Command:
     def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
         """The first true result of `condition` while the command runs."""
         return until(condition, what, deadline_s=DEADLINE_S, process=self.process, said=lambda: self.output)
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    with suppress(psutil.NoSuchProcess):  # as psutil says of a zombie as well
+        return process.cmdline()
+    return []
 
 
 def _path(env: dict[str, str]) -> str:

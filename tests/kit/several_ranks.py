@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,8 +49,11 @@ def same_weights(several: Path, one: Path, *steps: int, file: str = "model.safet
 
 def ranks(run: Command) -> list[psutil.Process]:
     """The trainer's processes of a run, rank 0 first."""
-    found = [(child.environ().get("RANK"), child) for child in run.children() if "RANK" in child.environ()]
-    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+    found: dict[str, psutil.Process] = {}
+    for child in run.children():
+        with suppress(psutil.NoSuchProcess):  # some end meanwhile
+            found.setdefault(child.environ().get("RANK", ""), child)
+    return [found[rank] for rank in sorted(filter(None, found))]
 
 
 def config_of(example: str, processes: int, folder: Path) -> Path:
