@@ -108,9 +108,13 @@ rows-issued-again async_grpo/training/prompts.py integration/test_rollout_groups
 - size = batch * trainer.num_iterations * trainer.args.steps_per_generation
 + size = batch
 
-padded-on-the-left async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
-- pad(part, (0, keep - part.shape[1]))
-+ pad(part, (keep - part.shape[1], 0))
+put-back-in-the-prompt async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
+- it[:, -keep:]
++ it[:, :keep]
+
+told-of-no-padding async_grpo/setup/pieces.py unit/setup/test_pieces.py unit/setup
+- (left, right, unmasked))
++ (left, right))
 
 mean-of-the-batch async_grpo/archive/advantages.py unit/archive/test_groups.py integration/test_trl_contract_loss.py
 - [(totals - _mean(totals)) /

@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,23 @@ def test_a_model_says_the_same_without_the_padding_that_it_does_not_read(kind: s
     torch.testing.assert_close(ours[2], trls[2], atol=1e-5 * float(trls[2].abs().max()), rtol=0)
     fraction, whole = trainer._metrics["train"][METRIC]
     assert {"both": fraction < 1.15, "right": 1.15 < fraction < 0.8 * whole, "none": fraction == whole}[left_out]
+
+
+def test_attention_takes_no_mask_and_no_prompt_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = build_trainer(tmp_path, trainer_class=Plain)
+    answered_rows(trainer)  # with the trial
+    attention, masks, labels = torch.nn.functional.scaled_dot_product_attention, [], []
+
+    def noted(*given: Any, **asked: Any) -> Any:
+        masks.append((asked["attn_mask"], asked["is_causal"]))
+        return attention(*given, **asked)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    trainer.model.register_forward_pre_hook(lambda _, __, asked: labels.append(asked["labels"]), with_kwargs=True)
+    answered_rows(trainer)
+    assert len(masks) > 2 and set(masks) == {(None, True)}
+    _, mask, keep = rows(24)
+    assert sum(int((each != -100).sum()) for each in labels) == mask[:, -keep:].sum()
 
 
 def test_the_passes_of_old_and_reference_policies_have_no_more_tokens_than_trls(tmp_path: Path) -> None:
@@ -258,6 +276,14 @@ def test_what_mixes_rows_is_computed_whole(asked: dict[str, Any], tmp_path: Path
     if "kept" in asked:  # the sets of a batch under way
         trainer._kept = {SIZES: torch.zeros(8, 1, dtype=torch.int32), IDS: torch.zeros(8, 1, dtype=torch.int32)}
     assert trainer._pieces_for(asked) is None
+
+
+def test_of_several_ranks_that_may_have_images_none_computes_pieces(tmp_path: Path) -> None:
+    trainer: Any = build_trainer(tmp_path, trainer_class=Plain)
+    trainer.accelerator = SimpleNamespace(num_processes=2)
+    assert computes_pieces(trainer)
+    trainer.processing_class = SimpleNamespace(image_processor=None)
+    assert not computes_pieces(trainer)
 
 
 def test_no_column_to_keep_is_all_columns_as_in_trl(tmp_path: Path) -> None:

@@ -68,12 +68,12 @@ class Critic:
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         width, rows = batch["completion_ids"].shape[1], rows or len(ids)
 
-        def compute(ids: Tensor, mask: Tensor, width: int) -> tuple[Tensor]:
+        def compute(ids: Tensor, mask: Tensor, _asked: Tensor, width: int) -> tuple[Tensor]:
             return (self.model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1, 0].float(),)
 
         if self._pieces is None:
             parts = zip(torch.split(ids, rows), torch.split(mask, rows), strict=True)
-            return torch.cat([compute(*part, width)[0] for part in parts])
+            return torch.cat([compute(ids, mask, mask, width)[0] for ids, mask in parts])
         values: Any = self._pieces(self.model, compute, ids, mask, width, rows)[0][0]
         return values
 

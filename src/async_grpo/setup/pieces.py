@@ -1,20 +1,21 @@
-"""What a model says of padded rows, computed in pieces: rows of about one length together, without their padding.
+"""What a model says of padded rows, computed in pieces: rows of about one length together, with less padding.
 
     rows of a batch               two pieces of it
-    . . p p|c c c c c c c c       p p|c c c c c c c c
-    . . . p|c c . . . . . .         p|c c
-    . p p p|c . . . . . . .       p p p|c .            . is padding
+    . . p p|c c c c c c c c       p p c c c c c c c c
+    . . . p|c c . . . . . .       p c c .
+    . p p p|c . . . . . . .       p p p c              . is padding
 
-Prompts (p) are padded on the left, completions (c) on the right. Columns that are padding in every row of a piece are
-left out, and the results are put back where they were. Without columns on the right, a causal model computes the same.
-Without columns on the left, it does where its positions are relative or count what is there; a trial decides.
+Prompts (p) are padded on the left, completions (c) on the right. In a piece every row begins at the first column, and
+the results are put back where they were. A causal model reads nothing of what follows, so no mask tells it of padding:
+attention without a mask takes a faster kernel, which computes half. A model for which the columns on the left matter,
+as its positions count them, keeps them, and the mask. A trial decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -26,15 +27,15 @@ from torch.nn.functional import pad
 
 from async_grpo.log import logger
 
-Span = tuple[int, int]  # the first column of a row that is there, and the column behind the last
-Compute = Callable[[Tensor, Tensor, int], Sequence[Tensor | None]]
-"""Ids [B, W], mask [B, W], C -> what the model says of the last C columns, each [B, C] or None."""
+Compute = Callable[[Tensor, Tensor, Tensor, int], Sequence[Tensor | None]]
+"""Ids, the attention mask, the tokens that are asked for, each [B, W], C -> what is said of the last C columns."""
 
 CALLS = 64  # tokens that a CPU computes while it makes the calls of a pass: 30 of a model of 4 M, 150 of .1 M
 LAUNCHES = 2.5e12  # parameters x tokens: what an H100 at half its peak does while 28 layers are launched, 30 ms
 MOST_LAUNCHES = 4096  # tokens
 HIDDEN = 7 / 8  # of the launches, behind the products of a pass that takes longer
 WORTH = 1 / 64  # one more piece saves as many of the tokens that are there
+LONG = 256  # columns from which attention without a mask is faster
 CUTS = 256  # most cuts at which rows may be divided
 REAL, PADDED = 16, 8  # tokens of the trial
 EXACT, ROUNDED = 1e-3, 0.05  # nats, mean of the tokens: more is not rounding in float32, or in what computes with less
@@ -44,23 +45,19 @@ BY_LENGTH = ("dynamic", "longrope")  # rotary positions that change once a batch
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Some rows of a batch, and the columns of them that are computed."""
+    """Some rows of a batch, and how many columns of them are computed."""
 
     rows: list[int]
-    start: int
-    stop: int
-
-    @property
-    def tokens(self) -> int:
-        return len(self.rows) * (self.stop - self.start)
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
     """What of the padding of a model may be left out, and how small a piece may be."""
 
-    left: bool
+    left: bool  # only with the right
     right: bool
+    masked: bool  # still: in float32 on a GPU, torch has no fast attention without a mask where heads share keys
     smallest: float  # tokens of a pass: fewer take as long
     each: float  # tokens that a CPU or a GPU could compute instead of beginning one more pass
     longest: float  # columns; longer batches stay whole
@@ -86,61 +83,65 @@ class Pieces:
             ids, mask: [B, W]; the last `keep` columns are the completions'.
             most_rows: no piece has more tokens than so many whole rows.
         """
-        padding = self._padding(model, compute, ids, mask)
-        pieces = self._pieces(padding, ids.device, spans(mask, keep), ids.shape[1], most_rows or len(ids))
-        if len(pieces) == 1 and pieces[0].tokens == ids.numel():
-            return tuple(compute(ids, mask, keep)), ids.numel()
-        first = ids.shape[1] - keep  # column of the completions
-        order = torch.tensor([row for piece in pieces for row in piece.rows], dtype=torch.long, device=ids.device)
-        parts = []
-        for piece, rows in zip(pieces, torch.split(order, [len(piece.rows) for piece in pieces]), strict=True):
-            columns = slice(piece.start, piece.stop)
-            parts.append(compute(ids[rows, columns], mask[rows, columns], piece.stop - first))
-        answers = tuple(_whole(column, keep, order.argsort()) for column in zip(*parts, strict=True))
-        return answers, sum(piece.tokens for piece in pieces)
-
-    def _pieces(
-        self, padding: _Padding, device: torch.device, rows: list[Span], width: int, most_rows: int
-    ) -> list[Rectangle]:
-        rows = [(start if padding.left else 0, stop if padding.right else width) for start, stop in rows]
-        if not padding.right or width > padding.longest:
-            rows = [(0, width)] * len(rows)
-        pieces = divide(rows, smallest=padding.smallest, each=padding.each, most=most_rows * width)
-        if self._accelerator.num_processes > 1:
-            own = torch.tensor([[len(pieces), len(rows)]], dtype=torch.long, device=device)
-            counts, sizes = self._accelerator.gather(own).T.tolist()
-            if len(set(sizes)) > 1:
-                return [Rectangle(list(range(len(rows))), 0, width)]
-            pieces = divided_further(pieces, rows, max(counts))
-        return [self._rounded(piece, width) for piece in pieces]
-
-    def _rounded(self, piece: Rectangle, width: int) -> Rectangle:
-        """Take more columns, on the left first."""
-        columns = min(width, -(-(piece.stop - piece.start) // self._multiple) * self._multiple)
-        start = max(0, piece.stop - columns)
-        return replace(piece, start=start, stop=start + columns)
-
-    def _padding(self, model: Any, compute: Compute, ids: Tensor, mask: Tensor) -> _Padding:
         if model not in self._of_models:
             self._of_models[model] = self._tried(model, compute, ids[mask.bool()])
-        return self._of_models[model]
+        padding, width = self._of_models[model], ids.shape[1]
+        starts, stops, gaps = spans(mask, keep)
+        whole = not padding.right or width > padding.longest
+        shifted = padding.left and not whole and not gaps.any()
+        starts = starts if shifted else torch.zeros_like(starts)
+        lengths = [width] * len(ids) if whole else (stops - starts).tolist()
+        pieces = self._pieces(padding, ids.device, lengths, width * (most_rows or len(ids)))
+        mask_is_cheap = width < LONG or not shifted or min(lengths) == width
+        if mask_is_cheap and len(pieces) == 1 and len(ids) * (width - pieces[0].columns) <= padding.each:
+            return tuple(compute(ids, mask, mask, keep)), ids.numel()
+        order = torch.tensor([row for piece in pieces for row in piece.rows], dtype=torch.long, device=ids.device)
+        columns = torch.arange(width, device=ids.device)
+        asked = mask * (columns >= width - keep)
+        places, said = [], []
+        for piece, of_it in zip(pieces, torch.split(order, [len(piece.rows) for piece in pieces]), strict=True):
+            those = columns[: -(-piece.columns // self._multiple) * self._multiple]
+            at = (starts[of_it, None] + those) % width  # padding goes behind the row
+            own, attended, wanted = (it[of_it].gather(1, at) for it in (ids, mask, asked))
+            if shifted and not padding.masked:
+                attended = (those < piece.columns).to(mask).expand_as(at)
+            said.append(compute(own, attended, wanted, len(those) - 1))
+            places.append(at)
+        wholes = (_whole(parts, places, width, order.argsort()) for parts in zip(*said, strict=True))
+        return tuple(it if it is None else it[:, -keep:] for it in wholes), sum(at.numel() for at in places)
+
+    def _pieces(self, padding: _Padding, device: torch.device, lengths: list[int], most: int) -> list[Rectangle]:
+        pieces = divide(lengths, smallest=padding.smallest, each=padding.each, most=most)
+        if self._accelerator.num_processes > 1:
+            own = torch.tensor([[len(pieces), len(lengths)]], dtype=torch.long, device=device)
+            counts, sizes = self._accelerator.gather(own).T.tolist()
+            if len(set(sizes)) > 1:
+                return [_piece(list(range(len(lengths))), lengths)]
+            pieces = divided_further(pieces, lengths, max(counts))
+        return pieces
 
     def _tried(self, model: Any, compute: Compute, tokens: Tensor) -> _Padding:
-        """Compute some tokens alone, with padding on each side, and with another row's: do the answers differ?"""
+        """Compute some tokens alone and with padding: on each side, without its mask, of another row. The same?"""
         module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-        *apart, rounding = self._accelerator.gather(_apart(model, compute, tokens)[None]).amax(0).tolist()
-        most = EXACT if _is_exact(module, self._accelerator) else max(ROUNDED, min(2 * rounding, MOST_ROUNDED))
-        left, right = (nats <= most for nats in apart)
-        if not (left and right) and self._accelerator.is_main_process:
+        left, right, unmasked, rounding = (
+            self._accelerator.gather(_apart(model, compute, tokens)[None]).amax(0).tolist()
+        )
+        is_float32 = _is_float32(module, self._accelerator)
+        is_exact = is_float32 and (tokens.device.type == "cpu" or multiplies_in_float32())
+        most = EXACT if is_exact else max(ROUNDED, min(2 * rounding, MOST_ROUNDED))
+        may_cut = right <= most
+        may_shift = all(nats <= most for nats in (left, right, unmasked))
+        if not may_shift and self._accelerator.is_main_process:
             logger.info(
                 "padding on the {} changes what {} computes, by {:.2g} nats a token, so {}",
-                "right" if not right else "left",
+                "left, or without a mask on the right," if may_cut else "right",
                 type(module).__name__,
-                apart[1 if not right else 0],
-                "padded rows are computed as they are" if not right else "only that on the right is left out",
+                max(left, unmasked) if may_cut else right,
+                "only that on the right is left out" if may_cut else "padded rows are computed as they are",
             )
         smallest, each = cost_of_a_pass(module, tokens.device)
-        return _Padding(left=left, right=right, smallest=smallest, each=each, longest=_longest(module))
+        masked, longest = is_float32 and tokens.device.type != "cpu", _longest(module)
+        return _Padding(left=may_shift, right=may_cut, masked=masked, smallest=smallest, each=each, longest=longest)
 
 
 def cost_of_a_pass(module: Any, device: torch.device) -> tuple[float, float]:
@@ -152,15 +153,19 @@ def cost_of_a_pass(module: Any, device: torch.device) -> tuple[float, float]:
     return smallest, (1 - HIDDEN) * smallest
 
 
-def spans(mask: Tensor, keep: int) -> list[Span]:
-    """The columns of each row that are there. One of the prompt and one of the completion count as there."""
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    starts = columns.where(mask.bool(), mask.shape[1]).amin(1).clamp(max=mask.shape[1] - keep - 1)
-    stops = (columns + 1).where(mask.bool(), 0).amax(1).clamp(min=mask.shape[1] - keep + 1)
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+def spans(mask: Tensor, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each row begins, the column behind its end, and whether it has no prompt or a gap, each [B].
+
+    One column of the prompt and one of the completion count as there.
+    """
+    columns, first = torch.arange(mask.shape[1], device=mask.device), mask.shape[1] - keep
+    starts = columns.where(mask.bool(), mask.shape[1]).amin(1)
+    stops = (columns + 1).where(mask.bool(), 0).amax(1)
+    gaps = (starts >= first) | (stops - starts > mask.sum(1))
+    return starts.clamp(max=first - 1), stops.clamp(min=first + 1), gaps
 
 
-def divide(rows: Sequence[Span], *, smallest: float, each: float, most: int) -> list[Rectangle]:
+def divide(lengths: Sequence[int], *, smallest: float, each: float, most: int) -> list[Rectangle]:
     """Divide rows, the longest first, so that the tokens of all pieces are the fewest.
 
     Args:
@@ -168,22 +173,15 @@ def divide(rows: Sequence[Span], *, smallest: float, each: float, most: int) -> 
         each: every piece counts as so many more, and `WORTH`.
         most: tokens of a piece of several rows.
     """
-    order = sorted(range(len(rows)), key=lambda row: rows[row][0] - rows[row][1])
-    widest = max(stop for _, stop in rows) - min(start for start, _ in rows)
-    step = max(1, min(-(-len(rows) // CUTS), most // widest))
-    cuts = [*range(0, len(rows), step), len(rows)]
-    there = sum(stop - start for start, stop in rows)
-    each += WORTH * there
-    if len(rows) * widest <= min(there + each, most):  # a second piece would cost more than all that it could save
-        return [_piece(order, rows)]
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    step = max(1, min(-(-len(order) // CUTS), most // lengths[order[0]]))
+    cuts = [*range(0, len(order), step), len(order)]
+    each += WORTH * sum(lengths)
     best: list[tuple[float, int]] = [(0, 0)]  # of the rows before each cut: the smallest sum, and the cut before it
     for here in range(1, len(cuts)):
         found: tuple[float, int] = (inf, here - 1)
-        start, stop = rows[order[cuts[here] - 1]]
         for before in reversed(range(here)):
-            for row in order[cuts[before] : cuts[before + 1]]:
-                start, stop = min(start, rows[row][0]), max(stop, rows[row][1])
-            tokens = (cuts[here] - cuts[before]) * (stop - start)
+            tokens = (cuts[here] - cuts[before]) * lengths[order[cuts[before]]]
             if tokens > most and before < here - 1:
                 break
             found = min(found, (best[before][0] + max(tokens, smallest) + each, before))
@@ -191,47 +189,50 @@ def divide(rows: Sequence[Span], *, smallest: float, each: float, most: int) -> 
     ends = [len(cuts) - 1]
     while ends[-1]:
         ends.append(best[ends[-1]][1])
-    return [_piece(order[cuts[start] : cuts[stop]], rows) for start, stop in pairwise(reversed(ends))]
+    return [_piece(order[cuts[start] : cuts[stop]], lengths) for start, stop in pairwise(reversed(ends))]
 
 
-def divided_further(pieces: Sequence[Rectangle], rows: Sequence[Span], count: int) -> list[Rectangle]:
+def divided_further(pieces: Sequence[Rectangle], lengths: Sequence[int], count: int) -> list[Rectangle]:
     """As many pieces as `count`, or one for each row: those of the most rows are halved."""
     made = list(pieces)
-    while len(made) < min(count, len(rows)):
+    while len(made) < min(count, len(lengths)):
         largest = max(range(len(made)), key=lambda it: len(made[it].rows))
         of_it = made[largest].rows
         middle = len(of_it) // 2
-        made[largest : largest + 1] = [_piece(of_it[:middle], rows), _piece(of_it[middle:], rows)]
+        made[largest : largest + 1] = [_piece(of_it[:middle], lengths), _piece(of_it[middle:], lengths)]
     return made
 
 
-def _piece(chosen: list[int], rows: Sequence[Span]) -> Rectangle:
-    starts, stops = zip(*(rows[row] for row in chosen), strict=True)
-    return Rectangle(chosen, min(starts), max(stops))
+def _piece(chosen: list[int], lengths: Sequence[int]) -> Rectangle:
+    return Rectangle(chosen, max(lengths[row] for row in chosen))
 
 
-def _whole(parts: Sequence[Tensor | None], keep: int, back: Tensor) -> Tensor | None:
-    """The rows of all pieces, [B, keep], in their own order."""
-    padded = [pad(part, (0, keep - part.shape[1])) for part in parts if part is not None]
-    return torch.cat(padded).index_select(0, back) if padded else None
+def _whole(parts: Sequence[Tensor | None], places: Sequence[Tensor], width: int, back: Tensor) -> Tensor | None:
+    """Put what is said of each piece into its columns and its rows of the batch, [B, W]."""
+    known = ((part, at) for part, at in zip(parts, places, strict=True) if part is not None)
+    rows = [part.new_zeros(len(part), width).scatter(1, at[:, 1:], part) for part, at in known]
+    return torch.cat(rows).index_select(0, back) if rows else None
 
 
 def _apart(model: Any, compute: Compute, tokens: Tensor) -> Tensor:
-    """How far padding on the left, on the right, and of another row moves what a model says: means over tokens, [3]."""
+    """How far padding moves what a model says, [4], as means over tokens.
+
+    On the left, on the right, on the right without a mask, and of another row.
+    """
     row = tokens[torch.arange(REAL, device=tokens.device) % len(tokens)][None]
 
-    def answer(left: int, right: int, of_another: int = 0) -> Tensor:
+    def answer(left: int, right: int, of_another: int = 0, *, told: bool = True) -> Tensor:
         ids, mask = pad(row, (left, right), value=int(row[0, -1])), pad(torch.ones_like(row), (left, right))
         if of_another:  # attention takes another kernel, which rounds otherwise
             ids, mask = ids.repeat(2, 1), torch.cat([mask, pad(mask[:, of_another:], (of_another, 0))])
-        said = compute(ids, mask, REAL - 1 + right)[0]
+        said = compute(ids, mask if told else torch.ones_like(mask), mask, REAL - 1 + right)[0]
         assert said is not None, "a model that is trained says something of each token"
         return said[:1, : REAL - 1].float()
 
     with _evaluating(model):
         alone = answer(0, 0)
-        sides = (PADDED, 0), (0, PADDED), (0, 0, PADDED)
-        return torch.stack([(answer(*padding) - alone).abs().mean() for padding in sides])
+        padded = answer(PADDED, 0), answer(0, PADDED), answer(0, PADDED, told=False), answer(0, 0, PADDED)
+        return torch.stack([(it - alone).abs().mean() for it in padded])
 
 
 @contextmanager
@@ -249,12 +250,9 @@ def _evaluating(model: Any) -> Iterator[None]:
             module.training = mode
 
 
-def _is_exact(module: Any, accelerator: Any) -> bool:
-    """Whether the model computes in float32."""
-    if any(parameter.dtype != torch.float32 for parameter in module.parameters()):
-        return False
-    is_cpu = accelerator.device.type == "cpu"
-    return accelerator.mixed_precision in (None, "no") and (is_cpu or multiplies_in_float32())
+def _is_float32(module: Any, accelerator: Any) -> bool:
+    """Whether the model computes in float32, or in TF32."""
+    return accelerator.mixed_precision in (None, "no") and all(it.dtype == torch.float32 for it in module.parameters())
 
 
 def multiplies_in_float32() -> bool:

@@ -56,14 +56,19 @@ class Unpadded(UserTrainer):
             answers = ask(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             computed = attention_mask.numel()
         else:
-            rows, of_piece = kwargs.get("batch_size"), {**kwargs, "batch_size": None}
+            most_rows = kwargs.pop("batch_size", None)
 
-            def compute(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Any:
-                return ask(model, ids, mask, keep, **of_piece)
+            def compute(ids: torch.Tensor, mask: torch.Tensor, asked: torch.Tensor, keep: int) -> Any:
+                def attending(attention_mask: Any, **inputs: Any) -> Any:
+                    return model(attention_mask=mask, **inputs)
 
-            answers, computed = pieces(model, compute, input_ids, attention_mask, logits_to_keep, rows)
+                return ask(attending, ids, asked, keep, **kwargs)  # TRL answers the tokens of its mask
+
+            answers, computed = pieces(model, compute, input_ids, attention_mask, logits_to_keep, most_rows)
         if self.model.training and torch.is_grad_enabled():
-            self._count(computed, int(attention_mask.sum()))
+            self.tokens_computed += computed
+            self.tokens_there += (there := int(attention_mask.sum()))
+            self._metrics["train"][METRIC].append(computed / max(1, there))
         return answers
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -88,22 +93,17 @@ class Unpadded(UserTrainer):
             self._pieces = Pieces(self.accelerator, multiple)
         return self._pieces
 
-    def _count(self, computed: int, there: int) -> None:
-        self.tokens_computed += computed
-        self.tokens_there += there
-        if there:
-            self._metrics["train"][METRIC].append(computed / there)
-
 
 def computes_pieces(trainer: Any) -> bool:
     """Whether this trainer's log-probabilities may be computed in pieces."""
-    args = trainer.args
+    args, ranks = trainer.args, trainer.accelerator.num_processes > 1
     reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     return (
         trainer.padding == NO_PADDING
         and _LOG_PROBS not in replaced(trainer)
         and class_of_trl(trainer) in classes_of_trl()  # not Unsloth's
-        and not (reentrant and trainer.accelerator.num_processes > 1)  # DDP takes one gradient of each parameter
+        and not (ranks and reentrant)  # DDP takes one gradient of each parameter
+        and not (ranks and hasattr(trainer.processing_class, "image_processor"))  # one may have no images
     )
 
 

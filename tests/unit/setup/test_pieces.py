@@ -50,15 +50,17 @@ class Model(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.kind = kind
-        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def forward(self, ids: Tensor, mask: Tensor, keep: int) -> tuple[Tensor, None]:
-        self.seen.append((ids, mask))
-        position = mask.cumsum(1) if self.kind == "relative" else torch.arange(ids.shape[1]).expand_as(ids)
+    def forward(self, ids: Tensor, mask: Tensor, asked: Tensor, keep: int) -> tuple[Tensor, None]:
+        self.seen.append((ids, mask, asked))
+        position = torch.arange(ids.shape[1]).expand_as(ids) if self.kind == "absolute" else mask.cumsum(1)
         told = (ids * mask).cumsum(1) + 0.1 * position + self.rounds * (not mask.all())
         if self.kind == "bidirectional":
+            told = told + (ids * mask).sum(1, keepdim=True)
+        if self.kind == "by length":
             told = told + ids.shape[1]
-        return ((told * self.weight * mask)[:, -keep:], None)
+        return ((told * self.weight * asked)[:, -keep:], None)
 
 
 def batch(lengths: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, int]:
@@ -72,7 +74,7 @@ def batch(lengths: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, int]:
 
 
 LENGTHS = [(2, 9), (5, 1), (3, 30), (1, 2), (4, 10), (2, 28), (5, 3), (3, 1)]
-TRIAL = 4  # passes
+TRIAL = 5  # passes
 
 
 class InPieces:
@@ -84,8 +86,9 @@ class InPieces:
         made = Pieces(accelerator or Accelerator(), more.pop("multiple", 1))
         (self.said, nothing), self.computed = made(self.model, self.model, self.ids, self.mask, self.keep, **more)
         self.plain = Model(self.model.kind)
-        assert nothing is None and torch.equal(self.said, self.plain(self.ids, self.mask, self.keep)[0])
-        self.pieces = self.model.seen[TRIAL:]
+        whole = self.plain(self.ids, self.mask, self.mask, self.keep)[0]
+        assert nothing is None and torch.equal(self.said, whole)
+        self.pieces = [(ids, ids != PAD) for ids, _, _ in self.model.seen[TRIAL:]]
         self.all_computed = self.computed == self.ids.numel()
 
 
@@ -94,14 +97,12 @@ def test_each_row_gets_what_it_gets_alone_and_less_is_computed() -> None:
     assert done.mask.sum() <= done.computed <= 1.15 * done.mask.sum() < done.ids.numel()
 
 
-def test_no_piece_has_a_column_of_a_row_that_is_not_in_it() -> None:
+def test_each_row_begins_at_the_first_column_of_its_piece_and_the_longest_ends_at_the_last() -> None:
     rows = []
     for given, there in InPieces().pieces:
-        assert there[:, 0].any() and there[:, -1].any(), "a column that is padding in each row was computed"
-        for row, seen in zip(given, there):
-            [own] = {*row[seen.bool()].tolist()}
-            assert {*row[seen == 0].tolist()} <= {PAD}
-            rows.append(own)
+        assert there[:, 0].all() and there[:, -1].any() and torch.equal(there, there.cummin(1).values)
+        rows += [int(row[0]) for row in given]
+        assert torch.equal(given, given[:, :1].where(there, PAD))
     assert sorted(rows) == [*range(1, 1 + len(LENGTHS))], "each row is in one piece"
 
 
@@ -109,20 +110,50 @@ def test_gradients_go_to_every_row() -> None:
     done = InPieces()
     weights = torch.arange(done.said.numel()).view_as(done.said)
     (done.said * weights).sum().backward()
-    (done.plain(done.ids, done.mask, done.keep)[0] * weights).sum().backward()
+    (done.plain(done.ids, done.mask, done.mask, done.keep)[0] * weights).sum().backward()
     assert torch.equal(done.model.weight.grad, done.plain.weight.grad)
 
 
+def test_a_model_is_asked_for_completions_only_and_attends_without_a_mask() -> None:
+    done = InPieces()
+    for ids, mask, asked in done.model.seen[TRIAL:]:
+        assert mask.all()
+        for row, wanted in zip(ids, asked, strict=True):
+            prompt, completion = LENGTHS[int(row[0]) - 1]
+            assert wanted.nonzero().flatten().tolist() == [*range(prompt, prompt + completion)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "left", "right"), [("relative", True, True), ("absolute", False, True), ("bidirectional", False, False)]
+    ("kind", "left", "right"),
+    [
+        ("relative", True, True),
+        ("absolute", False, True),
+        ("by length", False, False),
+        ("bidirectional", False, True),
+    ],
 )
 def test_a_trial_decides_which_padding_is_left_out(kind: str, left: bool, right: bool) -> None:
     done = InPieces(model=Model(kind).train())
     assert done.model.training
     for given, there in done.pieces:
-        assert there[:, 0].any() or not left
+        assert there[:, 0].all() or not left
         assert given.shape[1] >= done.ids.shape[1] - done.keep + 1 or left
     assert done.all_computed is not right
+    for _, mask, _ in done.model.seen[TRIAL:]:
+        assert mask.all() or not left
+
+
+def test_a_mask_stays_where_no_kernel_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pieces, "_tried", lambda *_: subject._Padding(True, True, True, 0.0, 0.0, 1e9))
+    for ids, mask, _ in InPieces().model.seen:
+        assert torch.equal(mask.bool(), ids != PAD)
+
+
+def test_rows_with_gaps_keep_their_columns_and_their_mask() -> None:
+    ids, mask, keep = batch(LENGTHS)
+    mask[4, -keep + 3] = 0
+    done = InPieces((ids, mask, keep))
+    assert not done.all_computed and not any(there.all() for _, there, _ in done.model.seen[TRIAL:])
 
 
 @pytest.mark.parametrize(("kind", "left"), [("relative", True), ("absolute", False)])
@@ -131,8 +162,8 @@ def test_what_any_padding_rounds_is_no_reason_to_compute_it(kind: str, left: boo
     accelerator.mixed_precision, model.rounds = "bf16", 0.2
     ids, mask, keep = batch(LENGTHS)
     Pieces(accelerator)(model, model, ids, mask, keep)
-    assert all(given.shape[1] < ids.shape[1] for given, _ in model.seen[TRIAL + 1 :])
-    assert all(there[:, 0].any() for _, there in model.seen[TRIAL:]) is left
+    assert all(given.shape[1] < ids.shape[1] for given, *_ in model.seen[TRIAL + 1 :])
+    assert all((given[:, 0] != PAD).all() for given, *_ in model.seen[TRIAL:]) is left
 
 
 def test_tf32_is_not_float32_by_whichever_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +178,7 @@ def test_the_trial_is_made_once_and_draws_nothing() -> None:
     for _ in range(3):
         pieces(model, model, ids, mask, keep)
     assert torch.equal(state, torch.random.get_rng_state())
-    assert [given.shape for given, _ in model.seen[:TRIAL]] == [(1, 16), (1, 24), (1, 24), (2, 16)]
+    assert [given.shape for given, *_ in model.seen[:TRIAL]] == [(1, 16), (1, 24), (1, 24), (1, 24), (2, 16)]
     assert len(model.seen) == TRIAL + 3 * len(InPieces().pieces)
 
 
@@ -167,20 +198,23 @@ def test_processes_with_other_numbers_of_rows_take_one_piece() -> None:
     assert len(model.seen) - TRIAL == 1
 
 
-def test_rows_without_a_completion_a_prompt_or_anything() -> None:
+@pytest.mark.parametrize("without_a_prompt", [False, True])
+def test_rows_without_a_completion_a_prompt_or_anything(without_a_prompt: bool) -> None:
     ids, mask, keep = batch(LENGTHS)
     mask[1, -keep:] = 0  # truncated and masked
-    mask[2, :-keep] = 0
-    mask[3] = 0
+    if without_a_prompt:
+        mask[2, :-keep] = 0
+        mask[3] = 0
     done = InPieces((ids, mask, keep))
-    assert all(there.shape[1] >= 2 for _, there in done.model.seen), "of the prompt and of the completion"
+    assert all(given.shape[1] >= 2 for given, _ in done.pieces), "of the prompt and of the completion"
+    assert all(told.all() for _, told, _ in done.model.seen[TRIAL:]) is not without_a_prompt
 
 
 @pytest.mark.parametrize("lengths", [[(3, 7)], [(3, 7)] * 8])
 def test_one_row_and_rows_of_one_length(lengths: list[tuple[int, int]]) -> None:
     done = InPieces(lengths)
-    [(given, there)] = done.pieces
-    assert given is done.ids and there is done.mask and done.all_computed, "as they are, as TRL computes them"
+    [given] = done.model.seen[TRIAL:]
+    assert given[0] is done.ids and given[1] is given[2] is done.mask, "as they are, as TRL computes them"
 
 
 def test_no_piece_is_larger_than_the_rows_that_trl_takes_at_a_time() -> None:
@@ -192,6 +226,8 @@ def test_no_piece_is_larger_than_the_rows_that_trl_takes_at_a_time() -> None:
 def test_columns_are_multiples_for_compiled_models() -> None:
     done = InPieces([(40, 100), (3, 9), (20, 60), (1, 1)], multiple=64)
     assert {given.shape[1] for given, _ in done.pieces} <= {64, 128, done.ids.shape[1]}
+    for ids, mask, _ in done.model.seen[TRIAL:]:  # positions may count no more than the rows have
+        assert {*mask.sum(1).tolist()} == {int((ids != PAD).sum(1).max())}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +250,7 @@ def test_small_passes_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "CALLS", 1000.0)
     done = InPieces()
     assert done.all_computed and len(done.pieces) == 1
+    assert InPieces([(3, 9), (30, 300)]).model.seen[-1][1].all(), "of long rows, attention would read the mask"
 
 
 def test_a_gpu_begins_no_pass_that_is_shorter_than_its_launches() -> None:
@@ -224,17 +261,17 @@ def test_a_gpu_begins_no_pass_that_is_shorter_than_its_launches() -> None:
 
     sizes = {numbers: subject.cost_of_a_pass(Sized(numbers), torch.device("cuda"))[0] for numbers in (1e6, 6e8, 7e9)}
     assert sizes[1e6] == 4096 and 4000 < sizes[6e8] <= 4096 and 300 < sizes[7e9] < 400
-    rows = [(0, 1000)] * 4 + [(0, 200)] * 30  # 10,000 tokens of 34,000
+    rows = [1000] * 4 + [200] * 30  # 10,000 tokens of 34,000
     assert len(divide(rows, smallest=4096, each=512, most=10**9)) == 2
     assert len(divide(rows, smallest=10**5, each=512, most=10**9)) == 1
 
 
-def fewest(rows: list[tuple[int, int]], smallest: int, each: float) -> float:
+def fewest(rows: list[int], smallest: int, each: float) -> float:
     """By trying every division of the sorted rows."""
-    order = sorted(rows, key=lambda row: row[0] - row[1])
+    order = sorted(rows)
 
-    def cost(part: list[tuple[int, int]]) -> float:
-        return max(smallest, len(part) * (max(stop for _, stop in part) - min(start for start, _ in part))) + each
+    def cost(part: list[int]) -> float:
+        return max(smallest, len(part) * max(part)) + each
 
     sums = []
     for chosen in range(1 << (len(rows) - 1)):
@@ -247,28 +284,32 @@ def fewest(rows: list[tuple[int, int]], smallest: int, each: float) -> float:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_division_is_the_best_of_sorted_rows(seed: int, smallest: int, each: float) -> None:
     chance = random.Random(seed)
-    rows = [(10 - chance.randint(1, 10), 10 + chance.randint(1, 60)) for _ in range(9)]
+    rows = [chance.randint(2, 70) for _ in range(9)]
     made = divide(rows, smallest=smallest, each=each, most=10**9)
-    each += subject.WORTH * sum(stop - start for start, stop in rows)
-    assert sum(max(smallest, piece.tokens) + each for piece in made) == pytest.approx(fewest(rows, smallest, each))
+    each += subject.WORTH * sum(rows)
+    assert sum(max(smallest, len(piece.rows) * piece.columns) + each for piece in made) == pytest.approx(
+        fewest(rows, smallest, each)
+    )
     assert sorted(row for piece in made for row in piece.rows) == [*range(9)]
 
 
 def test_thousands_of_rows_are_divided_at_once() -> None:
     chance = random.Random(0)
-    rows = [(0, chance.randint(1, 500)) for _ in range(3000)]
+    rows = [chance.randint(1, 500) for _ in range(3000)]
     made = divide(rows, smallest=0, each=0, most=10**9)
-    assert sum(piece.tokens for piece in made) <= 1.15 * sum(stop for _, stop in rows)
+    assert sum(len(piece.rows) * piece.columns for piece in made) <= 1.15 * sum(rows)
     assert len(made) < 100
 
 
 def test_more_pieces_than_rows_there_are_not() -> None:
-    rows = [(0, 5), (0, 3), (1, 4)]
+    rows = [5, 3, 4]
     made = divided_further(divide(rows, smallest=0, each=0, most=100), rows, 7)
     assert sorted(piece.rows[0] for piece in made) == [0, 1, 2] and len(made) == 3
-    assert {(piece.start, piece.stop) for piece in made} == set(rows)
+    assert {piece.columns for piece in made} == set(rows)
 
 
 def test_spans_have_a_column_of_the_prompt_and_one_of_the_completion() -> None:
-    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
-    assert spans(mask, 2) == [(1, 4), (0, 4), (2, 4), (2, 5)]
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
+    starts, stops, gaps = spans(mask, 2)
+    assert list(zip(starts.tolist(), stops.tolist())) == [(1, 4), (0, 4), (0, 4), (2, 4), (2, 5)]
+    assert gaps.tolist() == [False, False, True, True, True]
