@@ -108,7 +108,7 @@ OTHER: dict[str, Any] = {
     "weight_decay": 0.3,
     "adam_beta1": 0.5,
     "adam_beta2": 0.5,
-    "adam_epsilon": 1e-3,
+    "adam_epsilon": 1e-4,
     "lr_scheduler_type": "cosine",
     "lr_scheduler_kwargs": {"min_lr_rate": 0.5},
     "warmup_steps": 8,
