@@ -191,8 +191,7 @@ def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled_and_named_in_a_d
     with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
         run.wait_until(lambda: Path(surroundings["TEST_MARKER"]).exists(), "hanging reward")
         run.wait_until(lambda: any(re.search(f"dev1 is {SCORES}", it) for it in stalls(run_dir)), "a stalled server")
-        two = run.wait_until(lambda: len(found := stalls(run_dir)) == 2 and found, "a stalled worker")
-        server, worker = two
+        server, worker = run.wait_until(lambda: len(found := stalls(run_dir)) == 2 and found, "a stalled worker")
         assert worker.startswith("dev1: no progress for ") and re.search(SCORES, worker)
         assert server.startswith("server: no progress for ") and re.search("for . more groups? from 1 worker", server)
         for name, what in (("worker 1", f": {SCORES}"), ("server", f"; dev1 is {SCORES}")):

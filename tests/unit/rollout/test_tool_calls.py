@@ -460,8 +460,9 @@ def test_a_users_method_gets_a_list_of_its_own_and_any_arguments() -> None:
 
 def test_what_trl_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
-    sizes = lambda messages, **options: [len(messages), len(options)]  # noqa: E731
-    monkeypatch.setattr(trainer.processing_class, "apply_chat_template", sizes)
+    monkeypatch.setattr(
+        trainer.processing_class, "apply_chat_template", lambda messages, **options: [len(messages), len(options)]
+    )
     with pytest.raises(ValueError, match="not a prefix"):
         ToolResults(trainer).written(result("add", "1"))
 

@@ -27,7 +27,7 @@ def every_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 class Accelerator:
     """One process, which may hear of others' rows and pieces, or of a trial that came out otherwise there."""
 
-    device, mixed_precision, is_main_process = torch.device("cpu"), "no", True
+    mixed_precision, is_main_process = "no", True
 
     def __init__(self, *others: list[int], disagrees: bool = False) -> None:
         self.num_processes, self._others, self._disagrees = 1 + len(others), others, disagrees
